@@ -32,6 +32,7 @@ from chronicals.benchmark.shapes import zipf_ids
 from chronicals.cards import BF16, Rates
 from chronicals.generation import Engine, EngineSettings, Request, Sampling
 from chronicals.models import quantise_layers
+from chronicals.patching import patch_parts
 from chronicals.quantization import NF4
 from chronicals.step_work import DecoderShape, Product
 
@@ -131,7 +132,11 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
 
 
 def ours(model: Any, row: Row, prompts: list[list[int]]) -> Any:
-    """Return a function that generates so many tokens with the engine, and counts them."""
+    """Return a function that generates so many tokens with the engine, and counts them.
+
+    The layers are fused, as those of a model that is being trained are.
+    """
+    patch_parts(model, whole_layers=True)
     engine = Engine(model, EngineSettings(slots=row.sequences))
 
     def call(new: int) -> int:

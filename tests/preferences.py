@@ -15,6 +15,7 @@ import runs
 import tiny
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.kinds.preferences import JUDGED, PREFERENCE
+from chronicals.data.kinds.rows import PROMPT
 from chronicals.objectives import OBJECTIVES, build_objective
 from chronicals.objectives.reference import WithReference
 from chronicals.training.session import prepared
@@ -85,6 +86,8 @@ def rows_of(objective: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
         return judged_rows(count, seed)
     if PREFERENCE in row_kinds:
         return rows(count, seed)
+    if PROMPT in row_kinds:
+        return [{"prompt": row["prompt"]} for row in rows(count, seed)]
     return tiny.chat_rows(count)
 
 

@@ -34,6 +34,32 @@ async def later(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
+loops = set()
+
+
+async def counting_loops(completions, **columns):
+    """As a client for HTTP would, which stays with its first loop."""
+    loops.add(asyncio.get_running_loop())
+    if completions == ["exit"]:
+        sys.exit(5)
+    return [float(len(loops))] * len(completions)
+
+
+class Patient:
+    """Waits for all answers at once."""
+
+    def __init__(self):
+        self.waiting = 0
+        self.most = 0
+
+    async def get_score(self, messages, answer):
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.01)
+        self.waiting -= 1
+        return self.most
+
+
 class Judge:
     def get_score(self, messages, answer):
         return 100 * len(messages) + len(answer)

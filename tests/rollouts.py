@@ -13,7 +13,7 @@ from chronicals.data.packs.steps import Step
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import DRAWN, OLD
 from chronicals.objectives.terms import REFERENCE_POLICY
-from chronicals.training import ChronicalsTrainer
+from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.columns.frozen import present_frozen
 from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
 from chronicals.training.session import prepared
@@ -92,6 +92,18 @@ def train(folder, rows=None, model=None, rewards=None, resume=False, held_out=No
         rewards=rewards or Rewards(),
     )
     return trainer.train(rows or prompts(), held_out, resume=resume)
+
+
+class StopAfter(Callback):
+    """Ends a run after a step."""
+
+    def __init__(self, trainer: Any, step: int):
+        self.trainer = trainer
+        self.step = step
+
+    def step_done(self, metrics: Any) -> None:
+        if metrics.step == self.step:
+            self.trainer.stop()
 
 
 @dataclass

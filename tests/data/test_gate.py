@@ -468,3 +468,15 @@ def test_the_documentation_has_the_table_that_the_script_writes():
     assert script.page() == (root / "docs" / "gate.md").read_text(), (
         "run python benchmarks/planted_faults.py"
     )
+
+
+@pytest.mark.slow
+def test_prompts_leave_room_for_their_answers(tmp_path):
+    """A row that fits by itself, but not with an answer behind it, is left out and counted."""
+    rows = [*rollouts.prompts(12), {"prompt": "what is the answer, the answer, " * 8}]
+    longest = max(len(tiny.tokenizer()(row["prompt"])["input_ids"]) for row in rows)
+    with pytest.raises(DataError, match="no_room"):
+        rollouts.train(tmp_path, rows, max_seq_length=longest + 7, gate={"no_room": 0.0})
+    rollouts.train(tmp_path, rows, max_seq_length=longest + 7, max_steps=1)
+    written = json.loads((tmp_path / "run" / "train_dataset.json").read_text())
+    assert written["documents"] == 12

@@ -14,7 +14,7 @@ from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.patching import patch_model
+from chronicals.patching import fuse_weights, patch_model, patch_parts
 from interpreted import kernels_run
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
@@ -147,8 +147,8 @@ def test_a_rows_bits_do_not_depend_on_rows_beside_it():
 @pytest.mark.interpreted
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("is_patched", [False, True], ids=["as it is", "patched"])
-def test_in_bf16_kernels_give_the_same_bits(family, is_patched, device):
+@pytest.mark.parametrize("patched", ["as it is", "parts", "whole layers"])
+def test_in_bf16_kernels_give_the_same_bits(family, patched, device):
     """Biases, norms of queries and keys, windows, chunks of prompts."""
     half = (
         families.build(family, sliding_window=8) if family == "mistral" else families.build(family)
@@ -161,8 +161,11 @@ def test_in_bf16_kernels_give_the_same_bits(family, is_patched, device):
         Request(list(range(3, 8)), 2, Sampling(1.5), number=2),
     ]
     with kernels_run():
-        if is_patched:
+        if patched == "parts":
             patch_model(half)
+        elif patched == "whole layers":
+            patch_parts(half, whole_layers=True)
+            fuse_weights(half)
         settings = EngineSettings(generation_exact=True, page_size=4, chunk_tokens=7, slots=2)
         answers = Engine(half, settings).generate(asked)
         assert torch.equal(of_generation(answers), packed(half, asked, answers).cpu())

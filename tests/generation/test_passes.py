@@ -14,7 +14,9 @@ from chronicals.generation.requests import Request
 from chronicals.generation.schedule import EngineSettings, Prompt
 from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.patching import patch_model
+from chronicals.models import quantise_layers
+from chronicals.patching import patch_model, patch_parts
+from chronicals.patching.decoder_layer import runs
 from chronicals.quantization import Linear4bit
 from interpreted import kernels_run
 
@@ -179,6 +181,39 @@ def test_a_base_in_four_bits_is_served_as_it_is():
     engine = Engine(model, as_small_as_possible(model, asked))
     got = [answer.tokens for (answer,) in engine.generate([Request(ids, NEW) for ids in asked])]
     assert got == by_transformers(model, asked)
+
+
+FUSED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "gpt_oss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_attend_to_pages(name, adapters):
+    """Queries, keys and values by one product, and norms that add: as in training on packs."""
+    model = adapted(name) if adapters else build(name)
+    asked = prompts()
+    engine = Engine(model, EngineSettings(page_size=PAGE, chunk_tokens=50))
+    requests = [Request(ids, NEW) for ids in asked]
+    expected = engine.generate(requests)
+    patch_parts(model, whole_layers=True)
+    runs.clear()
+    got = engine.generate(requests)
+    assert runs.total() > NEW
+    for (answer,), (other,) in zip(got, expected, strict=True):
+        assert answer.tokens == other.tokens
+        assert answer.log_probabilities == pytest.approx(other.log_probabilities)
+        assert answer.entropies == pytest.approx(other.entropies, rel=1e-4)
+
+
+def test_packed_weights_are_multiplied_each_by_itself():
+    """A product of several would dequantise them for each token."""
+    model = build("llama")
+    quantise_layers(model)
+    patch_parts(model, whole_layers=True)
+    runs.clear()
+    Engine(model).generate([Request([5, 6, 7], 3)])
+    assert not runs
 
 
 @pytest.mark.slow

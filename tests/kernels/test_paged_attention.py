@@ -10,6 +10,8 @@ from chronicals.kernels.paged_attention import (
     gather_pages,
     paged_attention,
     paged_attention_reference,
+    write_pages,
+    write_pages_reference,
 )
 from comparison import assert_as_exact_as_plain
 from families import distance
@@ -69,7 +71,7 @@ def test_what_lies_behind_the_end_of_a_sequence_does_not_matter():
     assert torch.equal(before, after)
 
 
-# --- the kernel
+# --- the kernels
 
 SHAPES = {
     "one key head": (1, 1, 16, 16),
@@ -250,3 +252,40 @@ def test_a_wrong_kernel_is_found(old, new, device, splits):
     options = {"window": 60, "softcap": 1.5, "sinks": torch.randn(4)}
     with pytest.raises(AssertionError):
         compare((4, 2, 16, 16), (17, 1, 90, 77), torch.bfloat16, device, options, of=wrong)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (2, 80, 40), (9, 128, 128)], ids=str)
+def test_tokens_are_written_to_their_places(shape, dtype, device):
+    """Keys and values are parts of the rows of a product, with others between them."""
+    heads, width, value = shape
+    tokens = 7
+    both = torch.randn(tokens, heads * (width + value) + 3, device=device).to(dtype)
+    k = both[:, : heads * width].unflatten(1, (heads, width))
+    v = both[:, heads * width : -3].unflatten(1, (heads, value))
+    keys, values = (torch.randn(4, PAGE, heads, n, device=device).to(dtype) for n in (width, value))
+    places = torch.randperm(4 * PAGE, device=device)[:tokens]
+    expected = keys.clone(), values.clone()
+    write_pages_reference(k, v, *expected, places)
+    write_pages(k, v, keys, values, places)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+    for row, place in enumerate(places.tolist()):
+        assert torch.equal(keys.flatten(0, 1)[place], k[row])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("head * x_head", "head"),
+        ("place * ALL", "token * ALL"),
+        ("element < ALL", "element < ALL - 1"),
+    ],
+)
+def test_a_wrong_write_is_found(old, new, device):
+    wrong = mutant(module, old, new)
+    k, v = torch.randn(2, 3, 2, 16, device=device)
+    pages = [torch.zeros(2, PAGE, 2, 16, device=device) for _ in range(4)]
+    places = torch.tensor([5, 0, 7], device=device)
+    write_pages_reference(k, v, *pages[:2], places)
+    wrong.write_pages(k, v, *pages[2:], places)
+    assert not all(torch.equal(x, y) for x, y in zip(pages[:2], pages[2:]))

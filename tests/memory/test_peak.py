@@ -113,7 +113,7 @@ def test_what_is_counted():
     frozen = model.get_input_embeddings().weight.numel()
     trained = sum(p.numel() for p in model.parameters()) - frozen
     assert found.fixed == 2 * frozen + 14 * trained
-    assert found.tables == TableBytes(summed=300 * 64 * 4)
+    assert found.tables == TableBytes(summed=300 * 64 * 4, returned=300 * 64 * (4 + 2))
     # the last norm's input, the loss's states, gradient and rows, and of a chunk an fp32 product
     # and scaled states
     of_chunk = 1000 * 64 * (4 + 2)
@@ -150,7 +150,9 @@ def test_what_is_counted():
     early = estimate(model, StepShape(1000, True, 2, 4352), WeightBytes(2, 10, 4.0))
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert found.fixed - early.fixed == early.gradients == 4 * weights and not found.gradients
-    assert early.tables == TableBytes(summed=300 * 64 * 4, head=300 * 64 * 4)
+    assert early.tables == TableBytes(
+        summed=300 * 64 * 4, returned=300 * 64 * (4 + 2 + 4), head=300 * 64 * 4
+    )
     model.get_decoder().layers.requires_grad_(False)
     others = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert (
@@ -197,13 +199,14 @@ def test_the_largest_moment_counts():
     beside = {NOTHING: kept, CHEAP: found.kept[CHEAP], LAYERS: 2 * width}
     for policy, before in beside.items():
         saved = before + (0 if policy == LAYERS else found.kept[policy])
-        at_loss = saved + found.loss + found.tables.summed
+        of_head = max(found.tables.summed, found.tables.returned - found.logits)
+        at_loss = saved + found.loss + of_head
         assert found.needed(policy) == found.fixed + max(at_loss, before + found.working[policy])
     many_logits = estimate(tiny.llama(), StepShape(1000, True, 2, 1000), WeightBytes(2, 14))
     at_loss = 2 * kept + many_logits.loss + many_logits.tables.summed
     assert many_logits.needed(NOTHING) == many_logits.fixed + at_loss
     names = [moment.name for moment in many_logits.moments(NOTHING)]
-    assert many_logits.peak(NOTHING).name == names[0] == "the loss" and len(names) == 4
+    assert many_logits.peak(NOTHING).name == names[0] == "the loss" and len(names) == 5
 
 
 def test_tiles_and_host_memory_take_away():
@@ -240,14 +243,32 @@ def test_gradients_of_head_and_embedding_come_first_and_last():
     step = StepShape(10, True, 2, 8)
     apart = estimate(tiny.llama(tie_word_embeddings=False), step, WeightBytes(2, 12, 2.0))
     tied = estimate(tiny.llama(tie_word_embeddings=True), step, WeightBytes(2, 12, 2.0))
-    assert apart.tables == TableBytes(2 * gradient, head=gradient, embedding=gradient)
-    assert tied.tables == TableBytes(2 * gradient, head=gradient, again=gradient)
+    returned = {"summed": 2 * gradient, "returned": 3 * gradient}
+    assert apart.tables == TableBytes(**returned, head=gradient, embedding=gradient)
+    assert tied.tables == TableBytes(**returned, head=gradient, again=gradient)
     for found in (apart, tied):
-        _, last, first, end = found.moments(NOTHING)
+        _, of_head, last, first, end = found.moments(NOTHING)
+        assert of_head.parts[HEAD_GRADIENT] == 3 * gradient
         assert last.parts[GRADIENTS] == gradient
         assert first.parts[GRADIENTS] == found.gradients - found.tables.embedding
         assert end.parts[GRADIENTS] == found.gradients + found.tables.again
         assert HEAD_GRADIENT not in last.parts
+
+
+def test_gradients_that_stand_in_fp32_get_those_of_the_tables_in_two_copies():
+    """Tied, the head's waits for the embedding's; apart, the embedding's is added by itself."""
+    gradient = 300 * 64 * 2
+    step = StepShape(10, True, 2, 8)
+    weights = WeightBytes(2, 16, standing=4.0)
+    apart = estimate(tiny.llama(tie_word_embeddings=False), step, weights)
+    tied = estimate(tiny.llama(tie_word_embeddings=True), step, weights)
+    returned = {"summed": 2 * gradient, "returned": 5 * gradient, "again": 3 * gradient}
+    assert apart.tables == TableBytes(**returned)
+    assert tied.tables == TableBytes(**returned, waiting=2 * gradient)
+    *_, last, first, end = tied.moments(NOTHING)
+    standing = tied.named[GRADIENTS]
+    assert last.parts[GRADIENTS] == first.parts[GRADIENTS] == standing + 2 * gradient
+    assert end.parts[GRADIENTS] == standing + 5 * gradient
 
 
 def test_columns_of_adapters_stay_with_the_inputs_that_are_kept():

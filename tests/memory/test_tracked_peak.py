@@ -5,7 +5,10 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 import tiny
+from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.launch import interpreting
+from chronicals.kernels.linear_cross_entropy import cross_entropy_bytes
+from chronicals.kernels.linear_head import HeadShape
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import (
     CHEAP,
@@ -17,7 +20,7 @@ from chronicals.memory import (
     estimate,
     recompute,
 )
-from chronicals.memory.peak import ACTIVATIONS
+from chronicals.memory.peak import ACTIVATIONS, TableBytes
 from chronicals.models import quantise_layers
 from chronicals.patching import (
     decoder_layer,
@@ -140,7 +143,7 @@ def test_a_micro_step_holds_what_its_moments_have(way, tile, policy, again, monk
         columns=adapter_columns(model),
     )
     expected = estimate(model, step, WeightBytes(4, 4))
-    loss, last, *_ = expected.moments(policy, again)
+    loss, _, last, *_ = expected.moments(policy, again)
     row = 4 * TOKENS
     # The last norm keeps its input and an fp32 value of each row; both rotary tables are there.
     beside = row * (1 + 2 * SIZES["head_dim"])
@@ -151,3 +154,49 @@ def test_a_micro_step_holds_what_its_moments_have(way, tile, policy, again, monk
     # The input of the layers was there before, and a last layer that is recomputed has its own twice.
     before = row * SIZES["hidden_size"] * (2 if policy == LAYERS else 1)
     assert last.held - expected.fixed - before == pytest.approx(peak, rel=0.03)
+
+
+VOCABULARY = 8192
+
+
+@pytest.fixture
+def tables():
+    """A bf16 head, an embedding that is the head's or another, and what is trained with them."""
+
+    def made(tied):
+        head = torch.nn.Parameter(torch.zeros(VOCABULARY, 32, dtype=torch.bfloat16))
+        table = head if tied else torch.nn.Parameter(head.detach().clone())
+        return head, table
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("standing", [0, 2, 4])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_gradients_of_head_and_embedding_take_their_copies(tables, tied, standing, monkeypatch):
+    """Of a model without layers, after the loss: gradients that are new, and that stand in 16 bits
+    or in fp32.
+    """
+    head, table = tables(tied)
+    for weight in {head, table} if standing else ():
+        wide = torch.float32 if standing == 4 else torch.bfloat16
+        weight.grad_dtype = wide
+        weight.grad = torch.zeros(weight.shape, dtype=wide)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
+    ids = torch.zeros(16, dtype=torch.int64)
+    there = [head, table, ids, *(w.grad for w in (head, table) if w.grad is not None)]
+    with interpreting(), Tracked(there) as tracked:
+        hidden = torch.nn.functional.embedding(ids, table)
+        loss = linear_cross_entropy(hidden, head, ids, chunk_size=8)
+        tracked.peak = tracked.held
+        loss.backward()
+
+    shape = HeadShape(16, 8, 32, VOCABULARY, 2, trained=True)
+    weights = WeightBytes(2, 4, 0.0 if standing else 2.0, standing=float(standing))
+    found = TableBytes.of(table, head, cross_entropy_bytes(shape), weights, 2)
+    at_the_end = found.head + found.embedding + found.waiting + found.again
+    if tied:
+        # Where its operators are seen, autograd adds gradients in another tensor, after a cast.
+        at_the_end += 2 * head.numel()
+    assert max(found.returned, at_the_end) == pytest.approx(tracked.peak, rel=0.02)

@@ -94,6 +94,10 @@ LOSSES = [
         {"loss": "grpo", "beta": 0.3, "kl_ratio": False},
         {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False},
     ),
+    (
+        {"loss": "dapo", "importance": "token_truncate", "importance_cap": 1.2},
+        {"loss_type": "dapo"},
+    ),
     ({"loss": "dapo", "entropy": 0.2}, {"loss_type": "dapo", "entropy_coef": 0.2}),
 ]
 
@@ -126,6 +130,12 @@ def test_grpo_is_trls(section, settings, level, tmp_path):
     )
     if beta:
         inputs["ref_per_token_logps"] = reference_logps(tmp_path, reference, inputs)
+    if "importance" in section:
+        # What TRL corrects where vLLM has drawn the answers.
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        differences = inputs["old_per_token_logps"] - padded(recorded.drawn, 0.0)[0]
+        weights = (differences * inputs["completion_mask"]).exp()
+        inputs["importance_sampling_ratio"] = weights.clamp(max=section["importance_cap"])
     loss = trainer._compute_loss(trainer.model, inputs)
     assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-6)
     assert_close(gradients, gradients_of(model, loss))

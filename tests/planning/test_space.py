@@ -64,10 +64,16 @@ def test_the_parts_of_full_fine_tuning(tmp_path):
     count = trained(model)
     assert parts[TRAINED_WEIGHTS] == 2 * count and parts[STATES] == 10 * count
     assert parts[GRADIENTS] == 4 * count
-    assert parts[HEAD_GRADIENT] == 4 * model.lm_head.weight.numel()
+    assert made.space.peak.name == "the gradient of the head"
+    assert parts[HEAD_GRADIENT] == (4 + 2 + 4) * model.lm_head.weight.numel()
     assert parts[WORKSPACES] == WORKSPACE_BYTES * GRAPHED_WORKSPACES
+    assert parts[ACTIVATIONS] > 0
     assert FROZEN_WEIGHTS not in parts and OTHERS not in parts and PADDING not in parts
-    assert min(parts[LOGITS], parts[ACTIVATIONS]) > 0
+    many = {"max_seq_length": 2048, "gradient_accumulation_steps": 2}
+    made, model = planned(tmp_path, **many)
+    assert made.space.peak.name == "the loss"
+    parts = made.space.peak.parts
+    assert parts[HEAD_GRADIENT] == 4 * model.lm_head.weight.numel() and parts[LOGITS] > 0
 
 
 def test_gradients_that_stay_are_counted_once(tmp_path):
@@ -76,7 +82,9 @@ def test_gradients_that_stay_are_counted_once(tmp_path):
     parts = made.space.peak.parts
     assert parts[GRADIENTS] == 4 * trained(model)
     always = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
-    assert made.space.moments["the gradient of the embedding"] == sum(map(parts.get, always))
+    table = (2 + 4) * model.get_input_embeddings().weight.numel()
+    at_the_end = made.space.moments["the gradient of the embedding"]
+    assert at_the_end == sum(map(parts.get, always)) + table
 
 
 def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):
@@ -84,7 +92,7 @@ def test_a_peak_is_the_largest_moment_and_the_sum_of_its_parts(tmp_path):
     space = made.space
     assert made.held == space.peak.held == sum(space.peak.parts.values())
     assert made.held == max(space.moments.values()) == space.moments[space.peak.name]
-    assert len(space.moments) == 4
+    assert len(space.moments) == 5
     assert space.on_card == made.held + space.rounding + space.graphs + space.driver
     assert space.driver == DRIVER_BYTES
 
@@ -198,7 +206,7 @@ def test_only_large_weights_are_rounded_to_blocks(tmp_path):
 
 def test_graphs_keep_a_pool_where_they_run(tmp_path):
     """What a step makes beside weights, states and gradients, once more."""
-    fields = {"gradient_accumulation_steps": 2}
+    fields = {"gradient_accumulation_steps": 2, "max_seq_length": 2048}
     made, _ = planned(tmp_path, **fields)
     standing = (TRAINED_WEIGHTS, STATES, GRADIENTS, WORKSPACES)
     made_by_step = made.held - sum(made.space.peak.parts[part] for part in standing)

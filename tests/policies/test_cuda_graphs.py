@@ -8,6 +8,7 @@ import tiny
 from chronicals.cards import rates_of
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import RESERVE
+from chronicals.memory.peak import GRADIENTS
 from chronicals.policies import Facts, decide
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory
@@ -59,6 +60,17 @@ def test_documents_that_are_alike_need_no_room_beside():
     given = facts(int(held / RESERVE) + 2, gradient_accumulation_steps=1)
     assert not decide(given)["use_cuda_graphs"].runs
     assert decide(replace(given, alike=True))["use_cuda_graphs"].runs
+
+
+def test_a_pool_has_gradients_of_its_own():
+    """A step's first graph makes them anew, and copies them to those that stand."""
+    one_pack = {"batch_size": 1, "max_seq_length": 128, "use_lora": False}
+    made = fitted(facts(10**12, **one_pack))
+    standing = made.memory.named[GRADIENTS]
+    assert standing > made.held - made.memory.fixed
+    assert made.pool > standing
+    adapted = fitted(facts(10**12))
+    assert adapted.pool == adapted.held - adapted.memory.fixed
 
 
 def test_a_step_without_room_for_graphs_waits_for_the_host():

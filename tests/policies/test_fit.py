@@ -23,6 +23,7 @@ from chronicals.policies.fit import (
     can_fit,
     candidate,
     combinations,
+    difference,
     fit_settings,
     least_seconds,
     offers,
@@ -170,6 +171,20 @@ def test_each_change_is_said_with_its_cost_and_what_it_saves():
     )
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_costs_no_time_is_said_with_its_reason(waits):
+    """While the host launches, the card has time for more."""
+    rates = rates_of("H100")
+    slow = replace(rates, launch=1.0) if waits else rates
+    given = planned(80, use_cuda_graphs=False)
+    clock = Clock(slow, ModelSizes.of(given.model))
+    usual = candidate(given, (), clock)
+    again = replace(usual, seconds=usual.seconds * 1.0001)
+    words = difference(usual, again, clock)
+    assert ("the card waits for the host's launches" in words) == waits
+    assert words.endswith(" and saves 0.00 GiB") and "0.0%" not in words
+
+
 def saved_by_all(settled):
     """GiB that the changes save beside the run's recomputation, and that this saves after them."""
     plan = settled.taken.fitted.plan
@@ -276,7 +291,7 @@ def test_several_larger_cards_would_do_where_no_number_of_these_does(monkeypatch
     """Weights are divided, and not what the loss and one layer make of a pack."""
     given = planned(1, memory=[], batch_size=1, max_seq_length=512)
     monkeypatch.setattr("chronicals.policies.fit.CARDS", (1, 2, 4))
-    assert what_would_do(given) == "16 cards of 4 GB"
+    assert what_would_do(given) == "32 cards of 4 GB"
 
 
 def test_nothing_would_do_for_what_no_card_holds():

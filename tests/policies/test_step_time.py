@@ -216,6 +216,20 @@ def test_a_slow_host_is_waited_for_unless_the_card_replays(timed):
     assert timed(fast, use_cuda_graphs=False).launches == replayed.launches
 
 
+def test_a_slow_host_launches_the_mlp_of_every_tile(timed):
+    """8,192 tokens are two tiles: of a layer's MLP one more, and two more forward passes.
+
+    Forward are two products and the unit, backward two gradients of each and the unit.
+    """
+    slow = replace(ROUND, launch=1e-2, gap=1e-6)
+    plain = {"use_cuda_graphs": False, "batch_size": 8}
+    whole, tiled = (timed(slow, **plain, memory=memory) for memory in ([], ["tiled_mlp"]))
+    others = [each.seconds - each.launches for each in (whole, tiled)]
+    more = 4 * ((3 + 5) + 2 * 3)
+    assert tiled.seconds - whole.seconds == pytest.approx(more * 1e-2)
+    assert others[1] > others[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

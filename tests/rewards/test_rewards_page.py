@@ -4,27 +4,27 @@ import math
 import re
 from pathlib import Path
 
+import yaml
+
 from chronicals.config import ChronicalsConfig
 from chronicals.rewards import Scored, build_rewards
 from chronicals.rewards.built_in import BUILT_IN
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "rewards.md").read_text()
-SHOWN, FUNCTION, TRIAL, OF_VERL = re.findall(
-    r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
-)
+FUNCTION, TRIAL, OF_VERL = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_function_of_the_page_is_the_reward_that_its_configuration_names(tmp_path, monkeypatch):
+def test_the_function_of_the_page_is_the_reward_that_its_recipe_names(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(FUNCTION)
     monkeypatch.chdir(tmp_path)
-    names = {}
-    exec(SHOWN, names)
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    config = ChronicalsConfig(**yaml.safe_load(recipe))
     texts = ["5", " 5 ", "6", "6"]
     answers = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [[{"role": "user", "content": "2 + 3"}]] * 4
     columns = {"answer": ["5", "5", "5", None], "level": [1] * 4}
     rows = Scored(prompts, answers, [[1]] * 4, columns, [0] * 4)
-    with build_rewards(names["config"]) as rewards:
+    with build_rewards(config) as rewards:
         assert rewards.weights == [1.0, 0.2]
         values = rewards.score(rows).values.tolist()
     assert values[:3] == [[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]] and math.isnan(values[3][0])

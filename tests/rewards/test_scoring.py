@@ -1,5 +1,7 @@
 """Rewards of a rollout: by which rows a function fails, and what that costs."""
 
+from dataclasses import replace
+
 import pytest
 
 from chronicals.config import ConfigurationError
@@ -85,6 +87,14 @@ def test_more_than_half_of_the_rows_end_the_run(rewards_of):
     assert half.dropped.tolist() == [True, True, False, False]
     with pytest.raises(RewardsFailed, match=r"misbehaving: failed for 3 of 4 .* returned nan"):
         rewards.score(rollout("nan", "nan", "nan", "b"))
+
+
+def test_rows_that_are_drawn_again_are_a_part_of_their_rollout(rewards_of):
+    rewards = rewards_of("reward_examples:misbehaving")
+    again = rollout("nan", "nan")
+    assert rewards.score(replace(again, among=4)).dropped.tolist() == [True, True]
+    with pytest.raises(RewardsFailed, match="more than half"):
+        rewards.score(replace(again, among=3))
 
 
 def test_rows_of_several_rewards_are_counted_together(rewards_of):

@@ -25,6 +25,7 @@ import families
 import generic_bitsandbytes  # noqa: F401
 import mixtures
 import preferences
+import rollouts
 import runs
 import tiny
 from chronicals.config import ConfigurationError
@@ -175,6 +176,24 @@ def base(kind: str, folder: Path) -> Any:
     return load_model(next((folder / "base").glob("*.gguf")), torch.float32)
 
 
+DRAWN = tuple(name for name, cls in preferences.IN_TREE.items() if cls.draws_answers)
+"""Objectives over answers that the model draws, which need whole weights and whole packs."""
+
+DRAWS = {"answers": 4, "prompts": 3, "max_new_tokens": 8}
+UNLIKE = ("seconds/", "gap")
+"""Beginnings of metrics that differ between runs: times, and rounding alone."""
+
+
+def refusal(objective: str, weights: str) -> str | None:
+    """Words in which two processes refuse a pair; None for one that they train."""
+    fields = WEIGHTS[weights][1]
+    if objective in DRAWN and "pack_parts" in fields:
+        return "pack_parts=2: "
+    if objective in DRAWN and "sharding" in fields:
+        return "sharding='weights': "
+    return REFUSED.get(weights)
+
+
 def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) -> dict[str, Any]:
     """Losses, norms, the held-out loss and what the objective shows of each step and of held-out
     rows; the words of a refusal, and whether a step was made before it."""
@@ -187,21 +206,36 @@ def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) 
         "gradient_accumulation_steps": micro_batches,
         "context_parallel": shares,
     }
+    rewards = None
+    if objective in DRAWN:
+        del fields["gradient_accumulation_steps"]
+        fields[objective] = DRAWS
+        rewards = rollouts.Rewards()
     if "pack_parts" in fields:
         fields["max_seq_length"] = WIDTHS[objective not in preferences.OF_ANSWERS]
     if objective == "distill":
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = place / f"rank{ranks.rank}"
-    config = runs.config(place, objective=objective, **{**fields, "cache_dir": folder / "tokens"})
+    usual = rollouts.config if objective in DRAWN else runs.config
+    section = {"section": fields.pop(objective)} if objective in DRAWN else {}
+    given = {**fields, "cache_dir": folder / "tokens", **section}
     try:
+        config = usual(place, objective=objective, **given)
         with patch.object(Mesh, "current", return_value=ranks):
-            trainer = ChronicalsTrainer(base(kind, folder), tiny.tokenizer(), config)
+            trainer = ChronicalsTrainer(
+                base(kind, folder), tiny.tokenizer(), config, rewards=rewards
+            )
         result = trainer.train(preferences.rows_of(objective, ROWS))
     except ConfigurationError as refusal:
         return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
     lines = [line for line in read_metrics(place / "run" / "metrics.jsonl") if "loss" in line]
     metrics = [
-        {name: line[name] for name in line.keys() - STEP_METRIC_NAMES - {"time"}} for line in lines
+        {
+            name: line[name]
+            for name in line.keys() - STEP_METRIC_NAMES - {"time"}
+            if not (objective in DRAWN and name.startswith(UNLIKE))
+        }
+        for line in lines
     ]
     return {
         "steps": runs.trajectory(place) if ranks.writer else [],

@@ -1,6 +1,8 @@
 """Steps replayed as CUDA graphs: the losses, gradient norms and weights of steps run as usual."""
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -385,6 +387,42 @@ def test_graphs_are_given_up_where_one_more_has_no_memory(
     for step, ours_of_step in zip(usual, replayed, strict=True):
         assert ours_of_step == pytest.approx(step, rel=1e-5)
     assert all(torch.allclose(ours[name], weights[name], rtol=1e-4, atol=1e-6) for name in weights)
+
+
+@pytest.mark.parametrize("fails_again", [False, True], ids=["once", "at its end too"])
+def test_nothing_of_a_failed_capture_stays(fails_again):
+    """Its tensors are freed at once, not when cycles are next collected."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = SimpleNamespace(weights_moved=lambda: None)
+    graphed = EmulatedStep(None, [weight], [weight], optimizer)
+    made = []
+
+    def run():
+        activations = torch.zeros(1000)
+        made.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("Tried to allocate 1.00 GiB")
+
+    class Capture:
+        """As torch.cuda.graph, which may fail once more at its end."""
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            if fails_again:
+                raise RuntimeError("the capture is invalid")
+
+    def capture(run):
+        with Capture():
+            return run()
+
+    graphed.recorder.capture = capture
+    gc.disable()
+    try:
+        assert graphed._captured(run) is None and graphed.failed
+        assert [there() for there in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_targets_are_rounded_up():

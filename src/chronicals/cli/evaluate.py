@@ -64,6 +64,10 @@ def evaluate_command(
     columns: Annotated[
         list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")
     ] = None,
+    rewards: Annotated[
+        list[str] | None,
+        typer.Option(help="What scores drawn answers, as of train (default: those of the run)"),
+    ] = None,
     gate: Annotated[
         list[str] | None,
         typer.Option(help="Fraction of the rows that a finding may concern, name=value"),
@@ -83,7 +87,8 @@ def evaluate_command(
     `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on
     standard output. The figures are means over all tokens that training would train. If MODEL comes
     from a run, its data settings are used: pack width, objective, reference policy, roles, turns,
-    gate, completions and longer rows. Else they are the defaults of `train`.
+    gate, completions and longer rows. Else they are the defaults of `train`. A model of grpo or rloo
+    answers each prompt with its likeliest tokens, and the mean rewards are shown.
     """
     from rich.console import Console
     from rich.table import Table
@@ -114,6 +119,7 @@ def evaluate_command(
         "overlong": overlong,
         "chat_template": chat_template,
         "columns": columns,
+        "rewards": rewards or None,
         "gate": gate,
         "cache_dir": cache_dir,
     }

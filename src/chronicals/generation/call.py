@@ -297,7 +297,7 @@ class Call:
         parts = list[Drawn]()
         for start in range(0, len(states), LOGIT_ROWS):
             end = min(start + LOGIT_ROWS, len(states))
-            logits = self._head.logits(states[start:end])
+            logits = self._head.narrow_logits(states[start:end])
             seen = None if slots.seen is None else slots.seen[start:end]
             parts.append(draw(logits, slots.choices.rows(start, end), positions[start:end], seen))
         return parts[0] if len(parts) == 1 else Drawn(*map(torch.cat, zip(*parts)))

@@ -40,7 +40,6 @@ from chronicals.generation.pages import LayerPages
 from chronicals.generation.passes import (
     EXPANSION,
     PagedPass,
-    Scores,
     attend_documents,
     attending_pages,
     run_pass,
@@ -50,6 +49,7 @@ from chronicals.kernels.launch import runs_in_16_bit, runs_triton
 from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
 from chronicals.kernels.token_draws import draw_tokens_reference
 from chronicals.models import in_evaluation, read_head, within_adapters
+from chronicals.models.attention_seam import Scores
 from chronicals.quantization import packed_layers
 
 TILE_ROWS = 16
@@ -106,6 +106,7 @@ MOVES = frozenset(
         "masked_fill",
         "maximum",
         "mul",
+        "mul_",
         "ne",
         "neg",
         "permute",
@@ -147,8 +148,10 @@ OF_ROWS = frozenset(
         "paged_attention",
         "qk_norm_rope_forward",
         "qk_rope",
+        "qk_rope_",
         "rmsnorm_forward",
         "softmax_forward",
+        "write_pages",
     }
 )
 """Kernels of this package that compute each row alone, in tiles that depend on its width only."""
@@ -222,12 +225,8 @@ class _ExactOperations(TorchDispatchMode):
             parts = func.decompose(*args, **named)
         if parts is not NotImplemented:
             return parts
-        if name == "mm":
-            return _product(*args)
-        if name in ("addmm", "addmm_"):  # the second one is of adapters
-            added, rows, columns = args
-            out = _product(rows, columns) * named.get("alpha", 1) + added * named.get("beta", 1)
-            return added.copy_(out) if name == "addmm_" else out
+        if name in ("mm", "addmm", "addmm_"):
+            return _products(name, args, named)
         if name == "draw_tokens":
             with self:
                 return (*draw_tokens_reference(*args),)
@@ -252,6 +251,19 @@ class _ExactOperations(TorchDispatchMode):
             f"generation_exact=True: {name} is not known to give a row the same bits in each "
             "batch; generate without it"
         )
+
+
+def _products(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Return a product, perhaps added to a tensor, and in the place that is given."""
+    *added, rows, columns = (one for one in args if isinstance(one, Tensor))
+    wanted = named.get("out_dtype", args[-1])
+    if isinstance(wanted, torch.dtype):
+        rows, columns = rows.to(wanted), columns.to(wanted)
+    found = _product(rows, columns)
+    if added:
+        found = found * named.get("alpha", 1) + added[0] * named.get("beta", 1)
+    place = added[0] if name == "addmm_" else named.get("out")
+    return found if place is None else place.copy_(found)
 
 
 def _row_sums(x: Tensor) -> Tensor:

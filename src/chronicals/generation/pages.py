@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.host_memory import sent
-from chronicals.kernels.paged_attention import gather_pages
+from chronicals.kernels.paged_attention import gather_pages, write_pages
 
 SCRATCH_PAGE = 0
 """Page to which the empty slots of a decode step write; no sequence ever has it.
@@ -249,9 +249,10 @@ class LayerPages:
 
     def write(self, places: Tensor, k_TKD: Tensor, v_TKV: Tensor) -> None:
         """Write the keys and values of tokens; ``places`` are page · S + place within the page."""
-        self.keys.flatten(0, 1).index_copy_(0, places, k_TKD)
-        if not self.is_latent:
-            self.values.flatten(0, 1).index_copy_(0, places, v_TKV)
+        if self.is_latent:
+            self.keys.flatten(0, 1).index_copy_(0, places, k_TKD)
+        else:
+            write_pages(k_TKD, v_TKV, self.keys, self.values, places)
 
     def read(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``[T, K, D]`` and values ``[T, K, V]`` of tokens."""

@@ -30,10 +30,7 @@ from chronicals.attention import document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
 from chronicals.kernels.paged_attention import paged_attention
 from chronicals.models import attention_seam
-from chronicals.models.attention_seam import Attention, Seam
-
-PASS = "pass_over_pages"
-"""Argument by which a pass travels through a model's modules to the attention function."""
+from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
 
 _ATTENTION = "chronicals_pages"
 """Name in transformers' table of attention functions; no mask function has it, so none is made."""
@@ -49,23 +46,6 @@ LATENT_TOLERANCE = 0.05
 
 Rounding in bf16 gives up to 1e-2, another formula 1.
 """
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Mask and changes of the scores of one attention layer.
-
-    Attributes:
-        scale: factor.
-        window: a token attends to itself and the ``window - 1`` before it; None for all.
-        softcap: bound, or None.
-        sinks: ``[H]``, the logit of an extra key, or None.
-    """
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 class Pass(Protocol):

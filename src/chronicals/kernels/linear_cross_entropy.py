@@ -344,10 +344,15 @@ def cross_entropy_bytes(shape: HeadShape) -> HeadBytes:
 
     These are the states and their gradient, the rows of both whose targets are not ignored (a copy
     where some are), an fp32 product of a chunk with the head, and for a trained head the chunk's
-    scaled states and its gradient's fp32 sum.
+    scaled states and its gradient's fp32 sum, which is saved until it was scaled into another tensor.
     """
     of_chunk = shape.rows * shape.width * (4 + shape.element * shape.trained)
-    return HeadBytes(shape.logits, 4 * shape.states + of_chunk, 4 * shape.weights)
+    return HeadBytes(
+        shape.logits,
+        4 * shape.states + of_chunk,
+        4 * shape.weights,
+        returned=(4 + shape.element) * shape.weights,
+    )
 
 
 def linear_cross_entropy(

@@ -312,7 +312,7 @@ def distillation_bytes(shape: HeadShape) -> HeadBytes:
     whose width is its own, as many as of the student's.
     """
     student = cross_entropy_bytes(shape)
-    return HeadBytes(2 * student.logits, student.states + 2 * shape.states, student.gradient)
+    return student._replace(logits=2 * student.logits, states=student.states + 2 * shape.states)
 
 
 def linear_distillation(

@@ -113,11 +113,14 @@ class HeadBytes(NamedTuple):
         logits: of chunks of logits.
         states: of hidden states, their gradient, and copies of both.
         gradient: of sums and products of the head's gradient, without the gradient that stays.
+        returned: of the head's gradient after the logits, when autograd takes it: in the head's dtype,
+            and of the sum that it was made of, if that still exists.
     """
 
     logits: int
     states: int
     gradient: int
+    returned: int = 0
 
 
 class LinearHead(NamedTuple):

@@ -9,9 +9,10 @@ with scales of groups). Through a dense weight they are 0.5 + 2 + 2 a value, of 
 
 Shapes: R rows, at most ``MOST_ROWS``; K columns, whole blocks of scales; N outputs. x and y are
 bf16 or fp16, sums are fp32. Bytes that must move: N · K · (1/2 + bytes of a scale / block) + 2 · R ·
-(K + N). A dequantised tile is in registers and never in memory. The columns are split among
-programs where N is too small to fill a card; the splits add 8 · R · N bytes each and are summed in
-a fixed order.
+(K + N). A dequantised tile is never in the card's memory. What limits few rows are the instructions
+of the look-ups, some seven a value, so that an H200 reads a fifth of the bytes that it could, and
+more values a second than in 16 bits. The columns are split among programs where N is too small to
+fill a card; the splits add 8 · R · N bytes each and are summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -49,24 +50,27 @@ With more, the accumulators of a program and the rows that each reads again are,
 the dense weight is better.
 """
 
+FASTER_ROWS = 16
+"""Rows up to which this is at least as fast as the product with a dense weight in 16 bits.
+
+On an H200 the products of a layer of an 8B take 109 µs for 1 and for 8 rows, 133 for 32 and 164 for
+64; cuBLAS takes 123 to 130 with the weight in bf16 (``benchmarks/NOTES.md``).
+"""
+
 LEAST_ROWS = 16
 """Rows of the smallest product of tensor cores: rows of a program are padded to them."""
 
 OUTPUTS_AT_ONCE = 64
-"""Outputs of a program: one ``wgmma`` of Hopper multiplies 64, whose weights are in registers."""
-
 COLUMNS_AT_ONCE = 128
-"""Columns that are dequantised at once: 64 bytes of codes a row, two sectors of the memory."""
+"""Outputs of a program, and columns that are dequantised at once: the fastest tile of 32 to 256
+outputs and 64 to 256 columns, for 1 to 64 rows, on an H200.
+"""
 
 COLUMNS_OF_A_SPLIT = 256
 """Fewest columns that are worth a split: two steps, of which one is read while one is multiplied."""
 
 PROGRAMS_A_MULTIPROCESSOR = 4
-"""Programs that are wanted on each multiprocessor, so that some read while others dequantise.
-
-Each has two steps of 4 KiB under way. Reading 1.2 TB/s, a quarter of an H200's rate and so as many
-values a second as in 16 bits, takes 7 KiB under way on each multiprocessor at 0.8 µs of latency.
-"""
+"""Programs that are wanted on each multiprocessor: as many as its registers hold of up to 32 rows."""
 
 MERGED_AT_ONCE = 1024
 """Elements of y that a program sums over the splits."""

@@ -32,6 +32,7 @@ from chronicals.kernels.launch import (
     next_power_of_2,
     operator,
     runs_in_16_bit,
+    runs_triton,
     shared_memory,
     tl,
     triton,
@@ -391,6 +392,90 @@ def paged_attention(
         window=window,
         softcap=softcap,
     )
+
+
+@triton.jit
+def _copy_token(
+    x_ptr, pages_ptr, token, place, x_token, x_head, SIZE: tl.constexpr, HEADS: tl.constexpr
+):
+    """Copy a token's keys or values ``[HEADS, SIZE]`` to its place."""
+    ALL: tl.constexpr = HEADS * SIZE
+    AT_ONCE: tl.constexpr = 1024
+    for first in tl.static_range(0, ALL, AT_ONCE):
+        element = first + tl.arange(0, AT_ONCE)
+        exists = element < ALL
+        head = (element // SIZE).to(tl.int64)
+        x = tl.load(x_ptr + token * x_token + head * x_head + element % SIZE, mask=exists)
+        tl.store(pages_ptr + place * ALL + element, x, mask=exists)
+
+
+@triton.jit
+def _write_pages_kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    places_ptr,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(places_ptr + token)
+    _copy_token(k_ptr, keys_ptr, token, place, k_token, k_head, KEY, HEADS)
+    _copy_token(v_ptr, values_ptr, token, place, v_token, v_head, VALUE, HEADS)
+
+
+@operator("chronicals::write_pages", mutates=["keys", "values"])
+def _write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
+    """Launch the kernel."""
+    if not len(places):
+        return
+    _write_pages_kernel[(len(places),)](
+        k,
+        v,
+        keys,
+        values,
+        places,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        keys.shape[2],
+        keys.shape[3],
+        values.shape[3],
+    )
+
+
+def write_pages(
+    k_TKD: Tensor, v_TKV: Tensor, keys_PSKD: Tensor, values_PSKV: Tensor, places: Tensor
+) -> None:
+    """Write keys and values of tokens to pages; without a gradient.
+
+    Args:
+        k_TKD: keys.
+        v_TKV: values.
+        keys_PSKD: pages of keys, dense.
+        values_PSKV: pages of values, dense.
+        places: int64 ``[T]``, page · S + the token's place within its page; none occurs twice,
+            but for pages that nobody reads.
+    """
+    dense = k_TKD.stride(2) == v_TKV.stride(2) == 1
+    whole = keys_PSKD.is_contiguous() and values_PSKV.is_contiguous()
+    if dense and whole and runs_triton(k_TKD, v_TKV, keys_PSKD, values_PSKV):
+        _write_pages(k_TKD, v_TKV, keys_PSKD, values_PSKV, places)
+        return
+    write_pages_reference(k_TKD, v_TKV, keys_PSKD, values_PSKV, places)
+
+
+def write_pages_reference(
+    k_TKD: Tensor, v_TKV: Tensor, keys_PSKD: Tensor, values_PSKV: Tensor, places: Tensor
+) -> None:
+    """Do what ``write_pages`` does in plain torch."""
+    keys_PSKD.flatten(0, 1).index_copy_(0, places, k_TKD)
+    values_PSKV.flatten(0, 1).index_copy_(0, places, v_TKV)
 
 
 def gather_pages(x_PSKD: Tensor, places: Tensor) -> Tensor:

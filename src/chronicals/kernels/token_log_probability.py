@@ -240,7 +240,9 @@ def log_probability_bytes(shape: HeadShape) -> HeadBytes:
     trained head the fp32 sum of its gradient, and a chunk's product before and after it is cast.
     """
     of_head = shape.weights * (4 + shape.element + 4)
-    return HeadBytes(shape.logits, 3 * shape.states, of_head)
+    return HeadBytes(
+        shape.logits, 3 * shape.states, of_head, returned=shape.element * shape.weights
+    )
 
 
 def token_log_probability(

@@ -5,11 +5,15 @@ moment that it is at, in this order:
 
     loss        activations kept by all layers, hidden states and their gradient, the
                 logits of a chunk
+    head        the same without logits, and the head's gradient as autograd takes it: its
+                fp32 sum, a copy in the head's dtype, and an fp32 one if gradients are fp32
     backward    activations kept by the earlier layers, and what one layer needs during
                 its own backward pass
     end         gradients of all trained weights if the backward pass allocates them, and
                 the backward pass of the first layer
     embedding   all gradients, and for a tied embedding two of the same weight
+
+Autograd adds the gradient of a tied head to none that stands before it has the embedding's, too.
     update      on the CPU, all gradients and the reference's copies of the largest weight
 
 A peak is the largest moment. Each moment is a sum of named parts, so that a plan can say what fills
@@ -55,7 +59,7 @@ PACKED_WEIGHTS = "packed weights"
 DEQUANTISED = "dequantised weights of a layer"
 STATES = "optimizer states and masters"
 GRADIENTS = "gradients"
-HEAD_GRADIENT = "fp32 gradient of the head"
+HEAD_GRADIENT = "gradient of the head and its fp32 sum"
 ACTIVATIONS = "activations that layers keep"
 HIDDEN_STATES = "hidden states at the loss, and their gradient"
 LOGITS = "logits of a chunk"
@@ -208,16 +212,53 @@ class TableBytes:
 
     Attributes:
         summed: sums of the head's gradient while the loss computes it.
+        returned: of the head's gradient as the loss returns it, with the copies that it is made of.
         head: of the head's gradient from then on, if gradients come in the backward pass.
+        waiting: of a tied head's gradient from then on, if gradients stand, to which it is only
+            added with the embedding's.
         embedding: of the embedding's, which is only made after the first layer; 0 if it is the
             head.
-        again: a tied embedding's second gradient, until it is added to the head's.
+        again: of the embedding's gradient before it is added to others, with its copy in fp32 if
+            gradients are fp32; beside ``embedding`` only what that is made of.
     """
 
     summed: int = 0
+    returned: int = 0
     head: int = 0
+    waiting: int = 0
     embedding: int = 0
     again: int = 0
+
+    @classmethod
+    def of(
+        cls, table: Tensor, head: Tensor, of_head: HeadBytes, weights: WeightBytes, element: int
+    ) -> TableBytes:
+        """Return the bytes of a model's head and embedding.
+
+        Args:
+            table: weight of the embedding.
+            head: weight of the head; may be the same.
+            of_head: what the loss needs.
+            weights: bytes of a weight.
+            element: bytes of an element of a gradient as it is computed.
+        """
+        has_gradient = of_head.gradient > 0  # not where a score stands in the place of the head
+        tied = table is head and has_gradient
+        of_table = table.numel() * table.requires_grad
+        trained_head = head.numel() * (head.requires_grad and has_gradient)
+        summed = weights.gradient + weights.standing
+        cast = summed if summed > element else 0
+        again = of_table * (element + cast)
+        if not tied and not weights.standing:  # the result is among the gradients
+            again = of_table * element if cast else 0
+        return cls(
+            summed=of_head.gradient,
+            returned=of_head.returned + int(trained_head * cast),
+            head=int(trained_head * weights.gradient),
+            waiting=int(trained_head * weights.standing) if tied else 0,
+            embedding=0 if tied else int(of_table * weights.gradient),
+            again=int(again),
+        )
 
 
 @dataclass(frozen=True)
@@ -311,17 +352,24 @@ class Estimate:
                 LOGITS: self.logits,
                 HEAD_GRADIENT: tables.summed,
             },
+            "the gradient of the head": {
+                ACTIVATIONS: saved,
+                HIDDEN_STATES: self.loss - self.logits,
+                HEAD_GRADIENT: tables.returned,
+            },
             "the backward pass of the last layer": {
                 ACTIVATIONS: before_last,
                 WORKING: self._working(last),
-                GRADIENTS: tables.head,
+                GRADIENTS: tables.head + tables.waiting,
             },
             "the backward pass of the first layer": {
                 ACTIVATIONS: before_first,
                 WORKING: self._working(first),
-                GRADIENTS: of_layers,
+                GRADIENTS: of_layers + tables.waiting,
             },
-            "the gradient of the embedding": {GRADIENTS: self.gradients + tables.again},
+            "the gradient of the embedding": {
+                GRADIENTS: self.gradients + tables.waiting + tables.again
+            },
         }
         if self.update:
             moments["the update"] = {GRADIENTS: self.gradients, UPDATE: self.update}
@@ -339,10 +387,15 @@ class Estimate:
         """Return the bytes of the pool that all CUDA graphs share; arguments as for ``needed``.
 
         It has what a micro-step makes, and stays while a micro-step of a shape that no graph has
-        makes the same outside of it. 8B QLoRA reserved 77.9 GiB of an H100, where tensors were 42.4
+        makes the same outside of it. In a graph of a step's first micro-batch gradients are new, and
+        copied to those that stand. 8B QLoRA reserved 77.9 GiB of an H100, where tensors were 42.4
         at most and 7.2 between steps (``benchmarks/results/several-cards-h100-2.json``).
         """
-        return self.needed(cheap, again) - self.fixed if self.pooled else 0
+        if not self.pooled:
+            return 0
+        new = self.gradients + self.named.get(GRADIENTS, 0)
+        first = replace(self, gradients=new, tables=replace(self.tables, waiting=0))
+        return max(self.needed(cheap, again), first.needed(cheap, again)) - self.fixed
 
     def in_host_memory(self, cheap: str, again: int = 0) -> dict[str, int]:
         """Return the bytes in pinned host memory by part; arguments as for ``needed``.
@@ -482,7 +535,7 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         else {},
         logits=of_head.logits,
         named=parts,
-        tables=_tables(table, head, of_head.gradient, weights.gradient, step.element),
+        tables=TableBytes.of(table, head, of_head, weights, step.element),
     )
 
 
@@ -498,27 +551,6 @@ def _routed_width(config: Any) -> int:
     text = config.get_text_config()
     each = getattr(text, "moe_intermediate_size", None) or ModelShape.of(config).inner
     return int(each) * _experts_of_token(config)
-
-
-def _tables(table: Tensor, head: Tensor, summed: int, gradient: float, element: int) -> TableBytes:
-    """Return the bytes of the gradients of an embedding and a head.
-
-    Args:
-        table: weight of the embedding.
-        head: weight of the head; may be the same.
-        summed: what the loss needs for the head's gradient.
-        gradient: bytes of a gradient that comes in the backward pass.
-        element: bytes of an element of a gradient before it is accumulated.
-    """
-    tied = table is head
-    of_head = int(head.numel() * head.requires_grad * gradient)
-    of_table = table.numel() * table.requires_grad
-    return TableBytes(
-        summed=summed,
-        head=of_head,
-        embedding=0 if tied else int(of_table * gradient),
-        again=of_table * element if tied else 0,
-    )
 
 
 @dataclass(frozen=True)

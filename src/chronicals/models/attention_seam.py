@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.modeling_utils import AttentionInterface
 
@@ -39,11 +39,35 @@ HOOKED = "_old_forward"
 CONFIG = "config"
 """Attribute that is replaced if other code replaced the forward."""
 
+PASS = "pass_over_pages"
+"""Argument by which a pass over stored keys and values travels through a model's modules.
+
+Its method ``attend`` takes an attention module, queries, keys and values of the new tokens, and
+their ``Scores``.
+"""
+
 Attention = Callable[..., Any]
 """A transformers attention function.
 
 It maps ``(module, query, key, value, attention_mask, **options)`` to ``(output, weights)``.
 """
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Mask and changes of the scores of one attention layer.
+
+    Attributes:
+        scale: factor.
+        window: a token attends to itself and the ``window - 1`` before it; None for all.
+        softcap: bound, or None.
+        sinks: ``[H]``, the logit of an extra key, or None.
+    """
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,14 @@ class Head:
         return self.table if self.rows is None else self.rows.within(self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` of hidden states ``[..., D]``.
+        """Return logits ``[..., V]`` of hidden states ``[..., D]``, in at least fp32.
 
         The products are in the dtype of ``hidden``, everything after them in at least fp32.
         """
+        return self.narrow_logits(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+
+    def narrow_logits(self, hidden: Tensor) -> Tensor:
+        """Return the values of ``logits``, in the dtype of ``hidden`` if nothing follows the products."""
         dtype = hidden.dtype
         x = F.linear(
             hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
@@ -149,6 +153,8 @@ class Head:
         if self.adapter is not None:
             down = F.linear(F.dropout(hidden, self.adapter.dropout), self.adapter.a.to(dtype))
             x = x + self.adapter.scale * F.linear(down, self.adapter.b.to(dtype))
+        if self.scale == 1.0 and self.softcap is None:
+            return x
         x = x.to(torch.promote_types(dtype, torch.float32)) * self.scale
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 

@@ -374,6 +374,21 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
         return _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
+def classifier_without_weights(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """Build a sequence classifier, such as a reward model, on the meta device.
+
+    Raises:
+        ValueError: the configuration cannot be loaded, or is of a model that classifies nothing.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    config = load_config(name, trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(
+            config, trust_remote_code=trust_remote_code
+        )
+
+
 def _quantising(
     config: Any, watch: Watch | None, quantization: str, form: BaseFormat | None = None
 ) -> dict[str, Any]:

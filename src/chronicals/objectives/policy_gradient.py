@@ -32,6 +32,7 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch, document_at
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.reward_entries import reward_entry
 from chronicals.kernels.token_log_probability import LOG_PROBABILITY_WORK, log_probability_bytes
 from chronicals.lora import adapters_are_fresh, without_adapters
 from chronicals.models import PresentedModel, Term, Terms, in_evaluation, input_device
@@ -41,6 +42,7 @@ from chronicals.objectives.terms import (
     REFERENCE_POLICY,
     Columns,
     Count,
+    FrozenModel,
     ReferencePolicy,
     Value,
     settings,
@@ -381,6 +383,22 @@ class PolicyGradient(WithReference):
             return self.token_scores(frozen, batch).log_p
         with without_adapters(model.model), in_evaluation(model.model):
             return self.token_scores(model, batch).log_p
+
+    def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
+        """Declare the reference model and the reward models, if they are named."""
+        entries = [reward_entry(given) for given in config.rewards or ()]
+        rewards = [
+            FrozenModel(
+                f"reward model {entry.place}",
+                entry.place,
+                config.mixed_precision,
+                f"rewards={str(entry)!r}",
+                is_reward=True,
+            )
+            for entry in entries
+            if entry.is_model
+        ]
+        return [*super().frozen_models(config), *rewards]
 
     def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:
         """Return the pass of the reference, if the loss compares with it."""

@@ -207,6 +207,8 @@ class FrozenModel:
         precision: ``bf16``, ``fp16`` or ``fp32``, or ``int8`` or ``nf4`` of its linear layers.
         setting: the setting that names it, for errors.
         trust_remote_code: run Python code that comes with it.
+        is_reward: a reward model, which scores answers between steps; ``bring`` does not return it,
+            and no pass of a step is its own.
     """
 
     name: str
@@ -214,6 +216,7 @@ class FrozenModel:
     precision: str
     setting: str
     trust_remote_code: bool = False
+    is_reward: bool = False
 
 
 class Objective(ABC):
@@ -310,7 +313,7 @@ class Objective(ABC):
         return {}
 
     def frozen_models(self, config: ChronicalsConfig) -> Sequence[FrozenModel]:
-        """Declare the models of ``bring``, for plans, which load none."""
+        """Declare the models of ``bring`` and reward models, for plans, which load none."""
         return ()
 
     def forward_passes(self, config: ChronicalsConfig) -> Sequence[str]:

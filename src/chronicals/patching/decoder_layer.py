@@ -10,6 +10,7 @@ families; that a half computes what the class computes is proved on a twin. A ha
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import attend_split, document_attention, gather_keys
+from chronicals.kernels.launch import with_padding
+from chronicals.models.attention_seam import PASS, Scores
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.fused_weights import Unmerged, say_once
@@ -42,6 +45,7 @@ from chronicals.patching.halves import (
 )
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
+from chronicals.quantization import packed_layers
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """True if transformers recomputes a layer around its forward.
@@ -275,9 +279,8 @@ def _run(
     **inputs: Any,
 ) -> Tensor:
     """Run the layer with the halves fused that can be, or by ``class_forward`` if none can."""
-    bounds = inputs.get("cu_seq_lens_q")
-    longest = inputs.get("max_length_q")
-    if args or bounds is None or longest is None:
+    is_packed = all(inputs.get(name) is not None for name in ("cu_seq_lens_q", "max_length_q"))
+    if args or not (is_packed or _may_fuse_over_pages(layer, inputs)):
         return class_forward(layer, hidden_states, *args, **inputs)
     reason = ""
     given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
@@ -314,7 +317,7 @@ def _run(
     else:
         # the layer below has the same form: its down product asks the same of its gradient
         below = GradientRequest() if mlp is None else GradientRequest(mlp.last.padding)
-        x, branch = attention(x, _packed_tokens(inputs), below)
+        x, branch = attention(x, _tokens(layer, inputs), below)
     if mlp is None:
         x, branch = run_kept_half(layer, anatomy.norms[1], getattr(layer, MLP), x, branch)
     else:
@@ -323,6 +326,16 @@ def _run(
             request = GradientRequest(attention.last.padding, attention.last.amaxes(len(x))[1])
         x, branch = mlp(x, branch, request)
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
+
+
+def _may_fuse_over_pages(layer: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the layer is in a pass of generation, in which halves may run fused.
+
+    Packed weights are multiplied each by itself there: few rows without being dequantised, which a
+    product of several would do.
+    """
+    packed = [*packed_layers(layer)]
+    return inputs.get(PASS) is not None and not packed
 
 
 def _halves(
@@ -343,7 +356,9 @@ def _halves(
                 raise Unmerged("it was given no rotary tables")
             reads = anatomy.attention
             module = getattr(layer, ATTENTION)
-            if isinstance(reads, LatentReads):
+            if isinstance(reads, LatentReads) and PASS in (inputs or {}):
+                pass  # the pass stores latents, which it reads where the class makes them
+            elif isinstance(reads, LatentReads):
                 attention = LatentHalf(layer, module, anatomy.norms[0], reads, dtype)
             else:
                 attention = AttentionHalf(layer, module, anatomy.norms[0], reads, dtype)
@@ -355,6 +370,38 @@ def _halves(
         except Unmerged as reason:
             mlp = reason
     return attention, mlp
+
+
+def _tokens(layer: Any, inputs: Mapping[str, Any]) -> PackedTokens:
+    """Read the positions of tokens from the layer's inputs, and how they attend."""
+    if inputs.get(PASS) is None:
+        return _packed_tokens(inputs)
+    tables = _tables(inputs)
+    assert tables is not None
+    cos, sin = (table.squeeze(0) for table in tables)
+    attend = partial(_attend_stored, inputs[PASS], getattr(layer, ATTENTION))
+    return PackedTokens(cos, sin, inputs.get("position_ids"), sys.maxsize, attend)
+
+
+def _attend_stored(
+    over: Any,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    padding: int = 0,
+) -> Tensor:
+    """Attend over keys and values that a pass of generation has stored, ``[T, H, W]``."""
+    out: Tensor = over.attend(module, q, k, v, Scores(scale, window, softcap, sinks))
+    if not padding:
+        return out
+    room = with_padding(out, (len(out), out[0].numel()), padding)
+    return room.copy_(out.flatten(1)).unflatten(1, out.shape[1:])
 
 
 def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:

@@ -36,6 +36,9 @@ CARDS_A_MACHINE = 8
 
 GIGA = 10**9
 
+LEAST_TIME = 0.0005
+"""Difference of a step's time, as a ratio, that is named; less is 0.0 % in words."""
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -64,6 +67,11 @@ class Clock:
         (``planning.plan``), so nothing of it is hidden.
         """
         return work.at(self.rates).seconds + work.sent / self.link
+
+    def waits(self, work: StepWork) -> bool:
+        """Return whether the card waits for the host, which launches more slowly than it computes."""
+        at_once = replace(work, replayed=True)
+        return not work.replayed and work.at(self.rates).launches > at_once.at(self.rates).launches
 
 
 class Change(NamedTuple):
@@ -343,12 +351,12 @@ def each_change(taken: Candidate, usual: Candidate, clock: Clock) -> Iterator[st
     before = under(usual.facts, recomputed, clock)
     for change in taken.changes:
         after = under(replace(usual.facts, config=change.config), recomputed, clock)
-        yield f"fit: {change} {difference(before, after)}"
+        yield f"fit: {change} {difference(before, after, clock)}"
         before = after
     if recomputed.runs:
         nothing = replace(recomputed, runs=False, how=NOTHING, layers=0)
         whole = under(taken.facts, nothing, clock)
-        yield f"fit: {RECOMPUTE_LAYERS.title} {difference(whole, taken)}"
+        yield f"fit: {RECOMPUTE_LAYERS.title} {difference(whole, taken, clock)}"
 
 
 def under(facts: Facts, recomputed: Decision, clock: Clock) -> Candidate:
@@ -358,11 +366,15 @@ def under(facts: Facts, recomputed: Decision, clock: Clock) -> Candidate:
     return Candidate(facts, (), fitted, work, clock.seconds(work))
 
 
-def difference(before: Candidate, after: Candidate) -> str:
+def difference(before: Candidate, after: Candidate, clock: Clock) -> str:
     """Return in words the time of a step that is added, and the memory that is saved."""
     time = after.seconds / before.seconds - 1
     saved = (before.fitted.held - after.fitted.held) / GIB
     costs = f"costs {time:.1%} of a step's time" if time >= 0 else f"saves {-time:.1%} of the time"
+    if abs(time) < LEAST_TIME:
+        costs = "costs next to no time"
+        if clock.waits(before.work) and clock.waits(after.work):
+            costs = "costs no time while the card waits for the host's launches"
     return f"{costs} and {'saves' if saved >= 0 else 'takes'} {abs(saved):.2f} GiB"
 
 

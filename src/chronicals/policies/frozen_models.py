@@ -11,7 +11,11 @@ from torch import nn
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.models import PresentedModel, quantise_layers
 from chronicals.models.four_bits import linear_layers
-from chronicals.models.loading import load_without_weights, without_field
+from chronicals.models.loading import (
+    classifier_without_weights,
+    load_without_weights,
+    without_field,
+)
 from chronicals.objectives import FrozenModel, Objective
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.saving import SavedModel
@@ -41,17 +45,17 @@ class Held:
 
     Attributes:
         size: bytes of its parameters and buffers.
-        sizes: of the model, for the time of its passes.
+        sizes: of the model, for the time of its passes; None if no pass of a step is its own.
     """
 
     size: int
-    sizes: ModelSizes
+    sizes: ModelSizes | None
 
     @classmethod
     def planned(cls, declared: FrozenModel, model: Any) -> Held:
         """Return a declared model as it will be on a card; arguments as ``planned_bytes``."""
         size = planned_bytes(declared, model)  # its layers are packed from here on
-        return cls(size, ModelSizes.of(model))
+        return cls(size, None if declared.is_reward else ModelSizes.of(model))
 
 
 def held_by_frozen(frozen: Mapping[str, PresentedModel]) -> dict[str, Held]:
@@ -86,13 +90,34 @@ def planned_frozen(objective: Objective, config: ChronicalsConfig) -> dict[str, 
     Raises:
         ConfigurationError: one cannot be found; the message names the setting.
     """
-    held = {}
-    for declared in objective.frozen_models(config):
-        try:
-            saved = SavedModel.find(declared.place)
-            place = saved.place if saved.base is None else saved.base
-            model = load_without_weights(place, declared.trust_remote_code)
-        except (ValueError, OSError) as error:
-            raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error
-        held[declared.name] = Held.planned(declared, model)
-    return held
+    return {
+        declared.name: Held.planned(declared, _without_weights(declared))
+        for declared in objective.frozen_models(config)
+    }
+
+
+def held_by_rewards(objective: Objective, config: ChronicalsConfig) -> dict[str, Held]:
+    """Return the reward models of a run as they will be on a card, by name.
+
+    They are loaded when they are called first, so that a run knows them by plan only.
+
+    Raises:
+        ConfigurationError: one cannot be found; the message names the setting.
+    """
+    return {
+        declared.name: Held.planned(declared, _without_weights(declared))
+        for declared in objective.frozen_models(config)
+        if declared.is_reward
+    }
+
+
+def _without_weights(declared: FrozenModel) -> Any:
+    """Build a declared model on the meta device; an adapter's is its base."""
+    try:
+        saved = SavedModel.find(declared.place)
+        if declared.is_reward and not saved.adapted:
+            return classifier_without_weights(saved.place, declared.trust_remote_code)
+        place = saved.place if saved.base is None else saved.base
+        return load_without_weights(place, declared.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"{declared.setting}: {without_field(error)}") from error

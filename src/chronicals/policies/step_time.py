@@ -422,6 +422,7 @@ def forward_passes(facts: Facts, job: Job, sizes: ModelSizes) -> Iterator[Forwar
             yield ForwardOnly.of(name, replace(job, rank=0), sizes.scale, form)
         elif name in facts.frozen_models:
             other = facts.frozen_models[name].sizes
+            assert other is not None  # as of all models with passes
             dense = PRODUCT_TYPES[facts.config.mixed_precision].itemsize
             its_job = replace(
                 job,

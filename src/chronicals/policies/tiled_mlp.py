@@ -21,6 +21,10 @@ from chronicals.policies.policy import (
     register_policy,
 )
 from chronicals.policies.step_time import SKIPPED, StepWork
+from chronicals.step_work import MERGED_PROJECTIONS
+
+MLP = ("gate_up", "down")
+"""Products of an MLP."""
 
 SUM_BYTES = 4
 """Bytes of a value of the gradients that are summed over tiles: they are fp32."""
@@ -76,8 +80,9 @@ class TiledMLP(Policy):
                 products.append(each)
         shape = work.job.shape
         moved = others * work.job.tokens * shape.layers * 2 * 3 * shape.inner
+        kernels = work.kernels + shape.layers * more_kernels(work)
         backward = replace(backward, products=tuple(products), moved=backward.moved + moved)
-        return replace(work, backward=backward)
+        return replace(work, backward=backward, kernels=kernels)
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of more rows than a tile."""
@@ -86,6 +91,24 @@ class TiledMLP(Policy):
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Compute every gated MLP in tiles."""
         tile_mlps(model)
+
+
+def more_kernels(work: StepWork) -> int:
+    """Return the kernels of a layer that tiles add: its MLP's for each of them, forward ones twice.
+
+    Args:
+        work: of a step without tiles.
+    """
+    forward, backward = (
+        1 + sum(each.product.name.split()[0] in MLP for each in passed.products)  # and of the unit
+        for passed in (work.forward, work.backward)
+    )
+    if work.job.dequantised_bytes:
+        weights = sum(len(MERGED_PROJECTIONS[name]) for name in MLP)
+        forward += weights
+        backward += weights
+    tiles = -(-work.job.tokens // TILE)
+    return (tiles - 1) * (forward + backward) + tiles * forward
 
 
 register_policy(TiledMLP())

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 def dense_copies(model: nn.Module, rows: int, memory: int) -> Iterator[None]:
     """Context manager in which packed linear layers hold their dense values, as far as they fit.
 
-    Layers that multiply so many rows without dense values need none. How many layers have a copy
-    is logged once. No result changes.
+    Layers that multiply so many rows as fast without one get none. How many layers have a copy is
+    logged once. The weights are the same, in products of few rows sums may be in another order.
 
     Args:
         model: the model; nothing may change its weights meanwhile.
         rows: rows of the products.
         memory: bytes that the copies may take.
     """
-    layers = [layer for _, layer in packed_layers(model) if _reads_dense(layer, rows)]
+    layers = [layer for _, layer in packed_layers(model) if _gains(layer, rows)]
     copied = list[PackedLinear]()
     taken = 0
     try:
@@ -48,11 +48,11 @@ def dense_copies(model: nn.Module, rows: int, memory: int) -> Iterator[None]:
             del layer.dense_copy
 
 
-def _reads_dense(layer: PackedLinear, rows: int) -> bool:
-    """Return whether a layer's products of so many rows read dense values."""
+def _gains(layer: PackedLinear, rows: int) -> bool:
+    """Return whether a layer's products of so many rows are faster with a dense copy."""
     packed = layer.packed
     one = packed.codes.new_empty((1, 1), dtype=layer.dtype)
-    return packed.reads_dense(one.expand(rows, layer.in_features))
+    return packed.is_faster_dense(one.expand(rows, layer.in_features))
 
 
 @cache
@@ -67,7 +67,7 @@ def _say_how_many(copied: int, layers: int, taken: int) -> None:
         )
     else:
         logger.info(
-            "no memory is spare for dense copies: %d packed layers are dequantised in each step "
-            "of the answers",
+            "no memory is spare for dense copies, with which answers would be faster: %d packed "
+            "layers are dequantised in each step",
             layers,
         )

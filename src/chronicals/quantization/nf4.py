@@ -21,7 +21,7 @@ from chronicals.kernels.nf4 import (
     quantize_nf4,
     quantize_scales,
 )
-from chronicals.kernels.nf4_product import multiplies_few_rows, nf4_product
+from chronicals.kernels.nf4_product import FASTER_ROWS, multiplies_few_rows, nf4_product
 from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -158,6 +158,10 @@ class Packed(PackedWeight):
         gradient is wanted: a pass that is recomputed with one gives the same values.
         """
         return x.dtype != self.dtype or not multiplies_few_rows(x, self.block)
+
+    def is_faster_dense(self, x: Tensor) -> bool:
+        """Return whether the product with x is faster where a dense copy is at hand."""
+        return self.reads_dense(x) or x.numel() > FASTER_ROWS * x.shape[-1]
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``."""

@@ -265,6 +265,10 @@ class PackedWeight(ABC):
         """
         return True
 
+    def is_faster_dense(self, x: Tensor) -> bool:
+        """Return whether the product with x, ``[..., K]``, is faster where a dense copy is at hand."""
+        return self.reads_dense(x)
+
     def product(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``, ``[..., n]``, in the dtype of x; without a gradient.
 

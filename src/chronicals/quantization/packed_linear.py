@@ -236,7 +236,7 @@ class PackedLinear(PackedModule):
 
     def _product(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``; a layer whose rows lie on several ranks has a product of its own."""
-        if self.dense_copy is not None and self.packed.reads_dense(x):
+        if self.dense_copy is not None and self.packed.is_faster_dense(x):
             return F.linear(x, self.dense_copy.to(x.dtype))
         y: Tensor = packed_linear(x, self._tensors, self.settings, self.out_features, self.dtype)
         return y

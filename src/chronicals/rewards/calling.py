@@ -6,15 +6,16 @@ It is the same in the process of a function and in the trainer's, so nothing her
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import numbers
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,31 +186,45 @@ def _made(cls: type) -> Any:
 def _scores_of(get_score: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Return the reward function of ``get_score(messages, answer)``, which is called by row."""
 
-    def scores(prompts: Sequence[Any], completions: Sequence[Any]) -> list[Any]:
+    def scores(prompts: Sequence[Any], completions: Sequence[Any]) -> Any:
         returned = []
         for prompt, completion in zip(prompts, completions):
             messages = prompt
             if isinstance(prompt, str):
                 messages = [{"role": "user", "content": prompt}]
-            score = get_score(messages, text_of(completion))
-            returned.append(_awaited(score) if inspect.isawaitable(score) else score)
-        return returned
+            returned.append(get_score(messages, text_of(completion)))
+        return _together(returned) if any(map(inspect.isawaitable, returned)) else returned
 
     return scores
 
 
-def _awaited(returned: Any) -> Any:
-    """Return what an asynchronous function gives.
+async def _together(scores: Sequence[Any]) -> list[Any]:
+    """Wait for the scores of all rows at once."""
+    return await asyncio.gather(*scores)
 
-    A notebook's thread has a loop already, in which nothing can be waited for.
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Start the loop in which the asynchronous functions of this process run.
+
+    There is one for all calls, since clients for HTTP stay with the loop of their first call, and
+    it has a thread of its own, since a notebook's thread has a loop already.
     """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+def _awaited(returned: Any) -> Any:
+    """Return what an asynchronous function gives."""
 
     async def finished() -> Any:
-        return await returned
+        try:
+            return await returned
+        except SystemExit as error:  # it would end the loop
+            raise RuntimeError(f"SystemExit: {error}") from error
 
-    with ThreadPoolExecutor(1) as beside:
-        coroutine: Coroutine[Any, Any, Any] = finished()
-        return beside.submit(asyncio.run, coroutine).result()
+    return asyncio.run_coroutine_threadsafe(finished(), _loop()).result()
 
 
 def _checked(returned: Any, count: int) -> Values:

@@ -30,7 +30,7 @@ FAILURES_NAMED = 8
 
 
 class RewardsFailed(RuntimeError):
-    """Rewards fail for more than half of the rows of a rollout: nothing could be learnt from it."""
+    """Rewards fail for more than half of the rows of a rollout."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Scored:
         completion_ids: tokens of the answers.
         columns: values of the other columns of the rows, by name.
         groups: number of the group of each row; a group has the answers to one prompt.
+        among: rows of the whole rollout, if these are a part of it that was drawn again.
     """
 
     prompts: list[Any]
@@ -50,6 +51,12 @@ class Scored:
     completion_ids: list[list[int]]
     columns: dict[str, list[Any]]
     groups: list[int]
+    among: int | None = None
+
+    @property
+    def most_failures(self) -> float:
+        """Half of the rows of the rollout: if more of them fail, nothing could be learnt from it."""
+        return (len(self.prompts) if self.among is None else self.among) / 2
 
     def arguments(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """Return the arguments of a reward for some rows."""
@@ -175,9 +182,10 @@ class Rewards:
             if not reward.apart
         }
         given |= {name: answer.result() for name, answer in asked.items()}
-        return self._outcome([given[name] for name in self.names], len(rows.prompts))
+        return self._outcome([given[name] for name in self.names], rows)
 
-    def _outcome(self, columns: Sequence[Values], count: int) -> Outcome:
+    def _outcome(self, columns: Sequence[Values], rows: Scored) -> Outcome:
+        count = len(rows.prompts)
         values = torch.full((count, len(columns)), torch.nan, dtype=torch.float64)
         dropped = torch.zeros(count, dtype=torch.bool)
         failures = []
@@ -195,7 +203,7 @@ class Rewards:
                     "%s; reward_on_error=%r", _said(name, column.faults, count), self._on_error
                 )
         failed = {failure.row for failure in failures}
-        if 2 * len(failed) > count:
+        if len(failed) > rows.most_failures:
             raise RewardsFailed(
                 f"rewards fail for {len(failed)} of {count} answers, more than half: "
                 + "; ".join(
@@ -224,7 +232,7 @@ def _values_of(name: str, reward: Reward, rows: Scored) -> Values:
         for row, value in zip(members, part.values):
             values[row] = value
         faults |= {members[position]: reason for position, reason in part.faults.items()}
-        if 2 * len(faults) > count:
+        if len(faults) > rows.most_failures:
             raise RewardsFailed(
                 f"rewards fail for more than half of the answers: {_said(name, faults, count)}"
             )

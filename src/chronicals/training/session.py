@@ -57,7 +57,7 @@ from chronicals.policies import (
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
-from chronicals.policies.frozen_models import Held, held_by_frozen
+from chronicals.policies.frozen_models import Held, held_by_frozen, held_by_rewards
 from chronicals.policies.policy import Policy, policies
 from chronicals.policies.recompute_layers import CHECKPOINTED, stop_other_recomputation
 from chronicals.policies.sharding import SHARDING
@@ -133,7 +133,7 @@ def prepare_session(
         objective.shares_prompts(),
     )
     add_router_terms(presented, objective.router)
-    frozen = held_by_frozen(objective.frozen)
+    frozen = held_by_frozen(objective.frozen) | held_by_rewards(objective, config)
     goes_on = resumed is not None
     facts, decisions = decide_together(presented, config, ranks, frozen, alike, goes_on)
     config = facts.config  # with the settings that ``fit`` took

@@ -1,7 +1,4 @@
-"""Draws of answers: the trained model answers prompts by the engine, with the trainer's own modules.
-
-Nothing is copied. Ranks divide the prompts, and then hold all answers.
-"""
+"""Draws of answers to prompts: ranks divide the prompts, and then hold all answers."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ import numpy as np
 
 from chronicals.data import TokenStore
 from chronicals.data.tokens.template import stop_token_ids
-from chronicals.generation import Answer, Ending, EngineSettings, Request, Sampling
+from chronicals.distributed import Mesh
+from chronicals.generation import Answer, Ending, Request, Sampling
 from chronicals.generation.sampling import ALL_TOKENS
 from chronicals.objectives.policy_gradient import RolloutSettings
-from chronicals.training.rollouts.turns import Turns
-from chronicals.training.session import Session
 
 
 @dataclass(frozen=True)
@@ -89,32 +85,39 @@ class DrawSettings:
         return replace(greedy, top_p=1.0, top_k=ALL_TOKENS, repetition_penalty=1.0, min_p=0.0)
 
 
+Generate = Callable[[Sequence[Request]], list[list[Answer]]]
+"""Generates the answers of requests, as ``Turns.generate`` does between the steps of a run."""
+
+
 class Draws:
-    """Draws answers with the model of a session.
+    """Draws answers.
 
     Args:
-        session: inside its ``stepping``.
+        generate: generates with the model.
         tokenizer: the model's tokenizer.
         rows: the prompts.
         settings: how answers are drawn.
-        engine_settings: sizes of the engine.
+        seed: of the random numbers.
+        ranks: all ranks, which divide the prompts.
         limited: context entered wherever processes wait for each other.
     """
 
     def __init__(
         self,
-        session: Session,
+        generate: Generate,
         tokenizer: Any,
         rows: PromptRows,
         settings: DrawSettings,
-        engine_settings: EngineSettings | None = None,
+        seed: int,
+        ranks: Mesh | None = None,
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self.session = session
+        self.generate = generate
         self.rows = rows
         self.settings = settings
+        self.sampling = settings.sampling(seed)
+        self.ranks = ranks or Mesh()
         self.limited = limited
-        self.turns = Turns(session, engine_settings)
         self.ending = Ending(tokenizer, stop_token_ids(tokenizer, rows.store.chats))
 
     def answers(
@@ -129,21 +132,19 @@ class Draws:
             attempt: number of draws of the same prompts before.
         """
         given = self.settings
-        session = self.session
-        ranks = session.ranks
-        sampling = given.sampling(session.config.seed)
+        ranks = self.ranks
         requests = [
             Request(
                 self.rows.ids(prompts[place]).tolist(),
                 given.max_new_tokens,
-                sampling,
+                self.sampling,
                 given.answers,
                 int(numbers[place]) * (given.redraws + 1) + attempt,
                 self.ending,
             )
             for place in range(ranks.rank, len(prompts), ranks.count)
         ]
-        drawn = self.turns.generate(requests)
+        drawn = self.generate(requests)
         if ranks.count == 1:
             return drawn
         told = [

@@ -18,39 +18,39 @@ from chronicals.objectives.advantages import (
 )
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.training.errors import RolloutFailed
-from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
+from chronicals.training.rollouts.answer_packs import DrawnAnswer, Group
 from chronicals.training.rollouts.draws import Draws
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.samples import PROMPTS_KEPT, SamplesFile
 from chronicals.training.rollouts.scoring import Scores, Scoring, prompt_of
-from chronicals.training.rollouts.token_passes import TokenScoring, log_probabilities
+from chronicals.training.rollouts.token_passes import TokenPasses, TokenScoring
 
 
 class RolloutMaker:
     """Makes rollouts.
 
     Args:
+        objective: says what the advantages are, and which passes they need.
         draws: of the answers.
         scoring: of the answers.
-        packs: makes Batches of answers, for passes of the trainer over them.
+        passes: of the trained model over answers; None where no passes are needed.
         normalises_first: normalise each reward in the group before the rewards are summed.
         samples: where some answers are written; None for nowhere.
     """
 
     def __init__(
         self,
+        objective: PolicyGradient,
         draws: Draws,
         scoring: Scoring,
-        packs: AnswerPacks,
+        passes: TokenPasses | None = None,
         normalises_first: bool = False,
         samples: SamplesFile | None = None,
     ):
-        objective = draws.session.objective
-        assert isinstance(objective, PolicyGradient)
-        self.objective: PolicyGradient = objective
+        self.objective = objective
         self.draws = draws
         self.scoring = scoring
-        self.packs = packs
+        self.passes = passes
         self.normalises_first = normalises_first
         self.samples = samples
 
@@ -81,7 +81,9 @@ class RolloutMaker:
             drawn_in += time.perf_counter() - before
             for place, group in zip(equal, redrawn, strict=True):
                 answers[place] = group
-            scores = scores.with_groups(equal, self.scoring.scores(prompts[equal], redrawn))
+            scores = scores.with_groups(
+                equal, self.scoring.scores(prompts[equal], redrawn, scores.kept.numel())
+            )
         shown = {
             **_shown(scores, answers),
             "groups/drawn_again": float(again),
@@ -114,9 +116,10 @@ class RolloutMaker:
         objective = self.objective
         passed = rollout.passed
         before = time.perf_counter()
-        if objective.wants_old_passes:
+        if self.passes is not None and objective.wants_old_passes:
             passed = self._pass(rollout, objective.token_log_p)
-        if objective.settings.beta and not objective.penalises_in_loss:
+        penalises = objective.settings.beta and not objective.penalises_in_loss
+        if self.passes is not None and penalises:
             reference = self._pass(rollout, objective.reference_log_p)
             divergence = torch.from_numpy(rollout.sums(rollout.drawn - reference))
             rewards = rewards - objective.settings.beta * divergence.reshape(rewards.shape)
@@ -139,6 +142,7 @@ class RolloutMaker:
 
     def _pass(self, rollout: Rollout, scores: TokenScoring) -> np.ndarray:
         """Return log-probabilities of all answers' tokens by a pass of the trainer."""
+        assert self.passes is not None
         rows = self.draws.rows
         groups = []
         for place, prompt in enumerate(rollout.prompts):
@@ -148,7 +152,7 @@ class RolloutMaker:
                 for n in numbers
             ]
             groups.append(Group(rows.ids(prompt), answers))
-        return log_probabilities(self.draws.session, self.packs, groups, scores, self.draws.limited)
+        return self.passes.log_probabilities(groups, scores)
 
     def _rewards(self, scores: Scores, answers: Sequence[Sequence[Answer]]) -> Tensor:
         """Return the reward of each answer, ``[P, G]``, NaN for those without."""
@@ -200,6 +204,7 @@ def _shown(scores: Scores, answers: Sequence[Sequence[Answer]]) -> dict[str, flo
         "answers/longest": float(lengths.max()),
         "answers/truncated": float(1 - complete.mean()),
         "answers/left_out": float((~scores.kept).double().mean()),
+        "answers/failed": float(scores.failed.double().mean()),
     }
 
 

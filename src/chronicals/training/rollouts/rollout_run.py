@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import RowSource, TokenStore, read_records
 from chronicals.distributed import Mesh
@@ -22,6 +24,8 @@ from chronicals.training.rollouts.rollout_maker import RolloutMaker
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps, RolloutSteps, rollout_steps
 from chronicals.training.rollouts.samples import SamplesFile
 from chronicals.training.rollouts.scoring import PROMPT_FIELDS, Scoring
+from chronicals.training.rollouts.token_passes import TokenPasses
+from chronicals.training.rollouts.turns import Turns
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,23 @@ def check_rollouts(config: ChronicalsConfig, ranks: Mesh, model: Any, tokens: in
             "as many micro-batches as the answers of a step need; leave it out, and set how many "
             f"prompts a step has ({objective}.prompts) and how many packs a micro-batch "
             "(batch_size)"
+        )
+    if config.lora_dropout and "lora_dropout" in config.explicit and config.use_lora:
+        raise ConfigurationError(
+            f"lora_dropout={config.lora_dropout}: answers are drawn without dropout, and a pass "
+            "with it is of another distribution; leave it out, or set lora_dropout=0"
+        )
+    dropped = dropping_out(model)
+    if dropped is not None:
+        raise ConfigurationError(
+            f"objective={objective!r}: {dropped} of the model drops out, answers are drawn without "
+            "dropout, and a pass with it is of another distribution; set it to 0 in the model's "
+            "configuration"
+        )
+    if config.pack_parts is not None and config.pack_parts > 1:
+        raise ConfigurationError(
+            f"pack_parts={config.pack_parts}: objective={objective!r} packs answers whole; leave "
+            "it out"
         )
     if config.context_parallel > 1:
         raise ConfigurationError(
@@ -79,6 +100,15 @@ def check_rollouts(config: ChronicalsConfig, ranks: Mesh, model: Any, tokens: in
             f"objective={objective!r}: answers cannot be drawn with {type(model).__name__}: "
             f"{reason}"
         )
+
+
+def dropping_out(model: nn.Module) -> str | None:
+    """Return the path of a module that drops out in training; None if none does."""
+    for path, module in model.named_modules():
+        chance = module.p if isinstance(module, nn.Dropout) else getattr(module, "dropout", None)
+        if isinstance(chance, float) and chance > 0:
+            return path
+    return None
 
 
 def rewards_of(objective: Objective, config: ChronicalsConfig, ranks: Mesh) -> Rewards | None:
@@ -180,7 +210,8 @@ class RolloutRun:
                 config.max_seq_length,
                 given.updates * given.iterations,
             )
-        return config.fitted(gradient_accumulation_steps=len(heaviest.batches))
+        # Fresh adapters would drop out by default, and answers are drawn without dropout.
+        return config.fitted(gradient_accumulation_steps=len(heaviest.batches), lora_dropout=0.0)
 
     def total_steps(self, config: ChronicalsConfig, store: TokenStore) -> int:
         """Return the optimizer steps of the run."""
@@ -203,7 +234,10 @@ class RolloutRun:
         def made(config: ChronicalsConfig) -> RolloutSteps:
             packs = self._packs(session, config, padding_token_id)
             normalises_first = config.reward_aggregation == "normalize_then_sum"
-            maker = RolloutMaker(draws, scoring, packs, normalises_first)
+            passes = TokenPasses(
+                session.presented, session.precision, packs, session.ranks, limited
+            )
+            maker = RolloutMaker(self.objective, draws, scoring, passes, normalises_first)
             if session.ranks.writer:
                 maker.samples = SamplesFile(config.output_dir)
             return RolloutSteps(rows, given, config, maker.rollout, packs, held)
@@ -223,7 +257,7 @@ class RolloutRun:
         draws = self._draws(session, rows, DrawSettings.greedy(given), limited)
         scoring = Scoring(self.tokenizer, rows, self.rewards, session.ranks)
         packs = self._packs(session, session.config, padding_token_id)
-        return HeldOutSteps(rows, RolloutMaker(draws, scoring, packs), packs)
+        return HeldOutSteps(rows, RolloutMaker(self.objective, draws, scoring), packs)
 
     def _draws(
         self,
@@ -232,7 +266,9 @@ class RolloutRun:
         settings: DrawSettings,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> Draws:
-        return Draws(session, self.tokenizer, rows, settings, limited=limited)
+        seed = session.config.seed
+        generate = Turns(session).generate
+        return Draws(generate, self.tokenizer, rows, settings, seed, session.ranks, limited)
 
     def _packs(
         self, session: Session, config: ChronicalsConfig, padding_token_id: int

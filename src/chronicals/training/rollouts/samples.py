@@ -18,18 +18,19 @@ class SamplesFile:
 
     Args:
         folder: of the run.
-        first: number of the first rollout that this process draws. Lines of later ones are of a
-            run that was killed, and go.
     """
 
-    def __init__(self, folder: Path, first: int = 0):
+    def __init__(self, folder: Path):
         self.path = folder / SAMPLES_FILE
-        kept = [line for line in read_samples(folder) if line["rollout"] < first]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+        self._is_begun = False
 
     def write(self, rollout: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Add the samples of a rollout."""
+        """Add the samples of a rollout; lines of later ones are of a run that was killed, and go."""
+        if not self._is_begun:
+            kept = [line for line in read_samples(self.path.parent) if line["rollout"] < rollout]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+            self._is_begun = True
         with self.path.open("a") as file:
             for sample in samples:
                 file.write(json.dumps({"rollout": rollout, **sample}) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,20 +34,25 @@ class Scores:
         weights: float64 ``[rewards]``, factors of the rewards in their sum.
         values: float64 ``[P, G, rewards]``; NaN where a reward does not apply.
         kept: bool ``[P, G]``; False for answers that are left out of their group.
+        failed: bool ``[P, G]``; True for answers of which a reward has failed.
     """
 
     names: Sequence[str]
     weights: Tensor
     values: Tensor
     kept: Tensor
+    failed: Tensor
 
     def with_groups(self, places: np.ndarray, other: Scores) -> Scores:
         """Return these scores with those of some prompts replaced."""
         values = self.values.clone()
         kept = self.kept.clone()
-        values[torch.as_tensor(places)] = other.values
-        kept[torch.as_tensor(places)] = other.kept
-        return Scores(self.names, self.weights, values, kept)
+        failed = self.failed.clone()
+        replaced = torch.as_tensor(places)
+        values[replaced] = other.values
+        kept[replaced] = other.kept
+        failed[replaced] = other.failed
+        return Scores(self.names, self.weights, values, kept, failed)
 
 
 class Scoring:
@@ -66,33 +71,44 @@ class Scoring:
         self.rewards = rewards
         self.ranks = ranks
 
-    def scores(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> Scores:
+    def scores(
+        self,
+        prompts: np.ndarray,
+        answers: Sequence[Sequence[Answer]],
+        among: int | None = None,
+    ) -> Scores:
         """Return the rewards of answers on all ranks; all must call it.
 
         Args:
             prompts: int64 ``[P]``, documents in the store.
             answers: to each prompt.
+            among: answers of the whole rollout, if these are a part of it that was drawn again.
 
         Raises:
             RolloutFailed: rewards fail for more than half of the answers.
         """
-        told = self.ranks.writer_does(lambda: self._told(prompts, answers), RolloutFailed)
+        told = self.ranks.writer_does(lambda: self._told(prompts, answers, among), RolloutFailed)
         if "failed" in told:
             raise RolloutFailed(told["failed"])
         shape = len(prompts), len(answers[0])
         values = torch.tensor(told["values"], dtype=torch.float64)
+        failed = torch.zeros(values.shape[0], dtype=torch.bool)
+        failed[told["failing"]] = True
         return Scores(
             told["names"],
             torch.tensor(told["weights"], dtype=torch.float64),
             values.reshape(*shape, len(told["names"])),
             ~torch.tensor(told["dropped"], dtype=torch.bool).reshape(shape),
+            failed.reshape(shape),
         )
 
-    def _told(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    def _told(
+        self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]], among: int | None
+    ) -> dict[str, Any]:
         """Return what the first rank tells the others, as JSON."""
         assert self.rewards is not None
         try:
-            outcome = self.rewards.score(self._rows(prompts, answers))
+            outcome = self.rewards.score(replace(self._rows(prompts, answers), among=among))
         except RewardsFailed as failure:
             return {"failed": str(failure)}
         return {
@@ -100,6 +116,7 @@ class Scoring:
             "weights": list(self.rewards.weights),
             "values": outcome.values.tolist(),
             "dropped": outcome.dropped.tolist(),
+            "failing": [failure.row for failure in outcome.failures],
         }
 
     def _rows(self, prompts: np.ndarray, answers: Sequence[Sequence[Answer]]) -> Scored:

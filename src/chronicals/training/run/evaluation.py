@@ -27,6 +27,7 @@ from chronicals.models import (
     present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
+from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.step.metrics import Moment
 from chronicals.training.step.optimizer import Precision
@@ -202,7 +203,8 @@ def evaluate_data(
 ) -> Evaluation:
     """Evaluate a model on data, as training does.
 
-    The reference policy of an objective is ``reference_model`` of its settings, or the model
+    Of an objective that draws answers it is the mean reward of greedy ones. The reference policy of
+    an objective is ``reference_model`` of its settings, or the model
     without its adapters (``reference="adapters_off"``).
 
     Raises:
@@ -215,6 +217,11 @@ def evaluate_data(
     reason = objective.why_not_evaluated(model)
     if reason is not None:
         raise ConfigurationError(reason)
+    if isinstance(objective, PolicyGradient):
+        # It imports what evaluates runs, from here.
+        from chronicals.training.rollouts.evaluation import evaluate_prompts
+
+        return evaluate_prompts(model, tokenizer, data, config, objective)
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(
         data,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
+from chronicals.config.reward_entries import reward_text
 from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
@@ -61,7 +62,8 @@ def about_data(
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT}
-        | {"sections": lasting_sections(config.sections)},
+        | {"sections": lasting_sections(config.sections)}
+        | ({"rewards": [*map(reward_text, config.rewards)]} if config.rewards else {}),
         "mixed_precision": config.mixed_precision,
         **({"reference": reference} if reference is not None else {}),
         "base": {} if form is None else form.to_json(),

@@ -278,13 +278,16 @@ class GraphedStep:
             return self.recorder.capture(run)
         except RuntimeError as error:
             cause = error.__context__ or error
-            self._cannot_capture(str(cause).splitlines()[0])
-            if self.exchange is None and isinstance(cause, torch.OutOfMemoryError):
-                # what the graphs so far keep is needed by steps without them
-                self.gradients = self.of_update = None
-                self.of_micro.clear()
-                torch.cuda.empty_cache()
-            return None
+            reason = str(cause).splitlines()[0]
+            is_full = isinstance(cause, torch.OutOfMemoryError)
+            del cause  # else its frames, and all tensors of the failed capture, would stay
+        self._cannot_capture(reason)
+        if self.exchange is None and is_full:
+            # what the graphs so far keep is needed by steps without them
+            self.gradients = self.of_update = None
+            self.of_micro.clear()
+            torch.cuda.empty_cache()
+        return None
 
     def _captured_by_all(
         self, run: Callable[[], CapturedResult]
