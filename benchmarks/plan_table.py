@@ -84,7 +84,8 @@ chronicals plan --model MODEL --gpus 1 --gpu-memory 16GiB --fit settings --outpu
 ```
 
 No card is needed, data are not read, and of the models their configurations alone. For one card it prints what fills it at the
-largest moment of a step: the loss, the backward pass of the last or of the first layer, or the gradient of the embedding.
+largest moment of a step: the loss, the gradient of the head, the backward pass of the last or of the first layer, or the
+gradient of the embedding.
 Each is a sum of parts: weights by format, gradients, optimizer states and masters, activations that layers keep, one layer in
 its backward pass, logits of a chunk, dequantised weights, workspaces, frozen models (a teacher, a reference model), the
 allocator's rounding of weights, the pool of CUDA graphs, and the driver's own, which `nvidia-smi` shows beside torch. Host
@@ -92,7 +93,8 @@ memory (pinned copies, frozen weights that left the card, staging of a checkpoin
 below, then what no part counts.
 
 All graphs share one pool with what a micro-step makes, and it stays while a micro-step of a shape that no graph has makes the
-same outside of it. Where all documents have one length there is one shape, and no second time.
+same outside of it. Where all documents have one length there is one shape, and no second time. With several micro-batches
+the pool has gradients of its own, too, of each step's first one.
 
 It is the estimate from which a run decides what it recomputes; `train --check` prints it for the card at hand, an out-of-memory
 names its parts, and a run whose peak differs by more than 5 % logs both.

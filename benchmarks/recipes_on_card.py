@@ -10,15 +10,18 @@ A recipe is a built-in shape with random weights, fields of a configuration, and
 Each runs in a process of its own, forked from one that has imported everything, so that no memory of
 another is in its peak. What is in OUT.json is not run again; each result is written as it comes.
 
-``--presets`` trains four steps of presets of a way and a card with the allocator capped at what the
-card has beside its driver. ``--recovery`` lowers the cap in the middle of a forward pass, of the loss
-and of a backward pass, and compares the losses with those of a run that never met it.
+``--presets`` trains presets of a way and a card with the allocator capped at what the card has beside
+its driver: three steps or more, with the tokens a second of the last ones, where the seconds went, and
+what was planned, taken and said. Of one that runs out of memory the allocator's words are kept, too.
+``--recovery`` lowers the cap in the middle of a forward pass, of the loss and of a backward pass, and
+compares the losses with those of a run that never met it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -52,7 +55,7 @@ from chronicals.config import ChronicalsConfig, preset
 from chronicals.config.presets import CARDS
 from chronicals.models import load_model, quantise_layers
 from chronicals.planning.space import DRIVER_BYTES
-from chronicals.training import Callback, ChronicalsTrainer, Interrupted
+from chronicals.training import Callback, ChronicalsTrainer, Interrupted, TrainingError
 
 GIB = 2**30
 GIGA = 10**9
@@ -61,8 +64,17 @@ FEWEST_STEPS = 7
 MOST_STEPS = 12
 """Steps of a recipe, in which graphs are captured, and fewest and most of all."""
 
+PRESET_STEPS = 3
+PRESET_WARM_UP = 2
+"""Steps of a preset from which on it is stopped, and those in which graphs are captured."""
+
 AN_EPOCH = 34
 """Steps of the documents of a preset: with fewer, its batch would shrink so that an epoch has more."""
+
+PACKS = 16
+FEWER_PACKS = 8
+"""Packs of a step of a preset, and of one of 8B and more, whose steps are long. So many documents are
+there: then an epoch has few enough steps for that batch, in as many micro-batches as it needs."""
 
 SPARE = 6
 """Steps beyond those measured, so that a run is stopped before its end, at which it would save."""
@@ -125,6 +137,9 @@ BUILT_IN = {
     "30b-a3b": "qwen3-30b-a3b",
 }
 
+SMALL = ("0.5b", "1.5b", "3b")
+"""Models of presets whose steps are short."""
+
 TINY = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -154,6 +169,8 @@ class Recipe:
         teacher: key of the teacher's shape, for distillation.
         gguf: format of the file that the model is trained from, in which it is written first.
         card: GB of the card of a preset; the allocator may hold no more than that beside a driver.
+        steps: most steps.
+        packs: of an optimizer step of a preset.
     """
 
     name: str
@@ -167,6 +184,7 @@ class Recipe:
     gguf: str = ""
     card: int = 0
     steps: int = MOST_STEPS
+    packs: int = PACKS
 
 
 def recipes() -> list[Recipe]:
@@ -271,11 +289,24 @@ def presets() -> list[Recipe]:
                 length=0,
                 ragged=True,
                 card=card,
-                steps=4,
+                steps=PRESET_STEPS,
+                packs=PACKS if model in SMALL else FEWER_PACKS,
             )
         )
     dpo = {"preset": "qlora-24gb", "objective": "dpo"}
-    made.append(Recipe("8b qlora, DPO, 24 GB", "8b", dpo, 0, 0, "pairs", card=24, steps=4))
+    made.append(
+        Recipe(
+            "8b qlora, DPO, 24 GB",
+            "8b",
+            dpo,
+            batch=0,
+            length=0,
+            kind="pairs",
+            card=24,
+            steps=PRESET_STEPS,
+            packs=FEWER_PACKS,
+        )
+    )
     return made
 
 
@@ -329,6 +360,8 @@ def rows_of(recipe: Recipe, config: ChronicalsConfig, vocabulary: int, steps: in
     """
     width = config.max_seq_length
     packs = config.batch_size * config.gradient_accumulation_steps
+    if recipe.card:
+        packs = recipe.packs
     tokens = packs * width * steps
     if recipe.kind == "documents":
         kind = "ragged" if recipe.ragged else "fixed"
@@ -380,10 +413,13 @@ class Watch(Callback):
         self.seconds = seconds
         self.trainer: ChronicalsTrainer | None = None
         self.begun = time.perf_counter()
+        self.at: dict[str, float] = {}
         self.planned: dict[str, Any] = {}
+        self.taken: dict[str, Any] = {}
 
     def run_began(self, run: Any) -> None:
         """Note what was decided, and measure peaks from here on."""
+        self.at["prepared"] = time.perf_counter()
         assert self.trainer is not None and self.trainer._session is not None
         session = self.trainer._session
         if session.planned is not None:
@@ -410,6 +446,7 @@ class Watch(Callback):
     def step_done(self, metrics: Any) -> None:
         """Keep the metrics, and stop the run when enough was seen."""
         self.steps.append(metrics)
+        self.at[f"step {len(self.steps)}"] = time.perf_counter()
         if len(self.steps) == 1:
             self.begun = time.perf_counter()  # kernels are compiled
         late = time.perf_counter() - self.begun > self.seconds
@@ -422,6 +459,7 @@ def measured(recipe: Recipe, seconds: float, tiny: bool) -> dict[str, Any]:
     """Run a recipe, and return what it took."""
     began = time.perf_counter()
     folder = Path(tempfile.mkdtemp())
+    records = _Records()
     try:
         config, length = config_of(recipe, folder, tiny)
         if recipe.teacher:
@@ -429,7 +467,10 @@ def measured(recipe: Recipe, seconds: float, tiny: bool) -> dict[str, Any]:
             model_of(recipe.teacher, length, tiny).save_pretrained(teacher)
             byte_tokenizer().save_pretrained(teacher)
             torch.cuda.empty_cache()
+        watch = Watch(recipe.steps, seconds)
+        watch.at["started"] = began
         model = made_model(recipe, config, folder, length, tiny)
+        watch.at["model"] = time.perf_counter()
         if recipe.card and torch.cuda.is_available():
             torch.cuda.empty_cache()
             whole = torch.cuda.get_device_properties(0).total_memory
@@ -439,15 +480,53 @@ def measured(recipe: Recipe, seconds: float, tiny: bool) -> dict[str, Any]:
         tokenizer = byte_tokenizer() if recipe.kind == "documents" else word_tokenizer(vocabulary)
         steps = AN_EPOCH if recipe.card else recipe.steps + SPARE
         rows = rows_of(recipe, config, vocabulary, steps)
-        watch = Watch(recipe.steps, seconds)
+        watch.at["documents"] = time.perf_counter()
         trainer = ChronicalsTrainer(model, tokenizer, config, callbacks=[watch])
         watch.trainer = trainer
-        with contextlib.suppress(Interrupted):
-            trainer.train(rows)
+        try:
+            with records, contextlib.suppress(Interrupted):
+                trainer.train(rows)
+        except TrainingError as error:
+            return {
+                **failure(error),
+                **noted(watch, records),
+                "preset": recipe.fields.get("preset"),
+            }
         result = described(recipe, config, watch, tiny, time.perf_counter() - began)
-        return {**result, "mean_length": mean_length(rows)}
+        return {**result, **noted(watch, records), "mean_length": mean_length(rows)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+SAID = ("fit: ", "memory: ", "use_cuda_graphs: ", "in use: ", "without ", "training: ")
+"""Beginnings of lines of the log that say what a run decided, and what it could not do."""
+
+
+def noted(watch: Watch, records: _Records) -> dict[str, Any]:
+    """Return what was planned, taken and said of a run, and the seconds between its stages."""
+    stages = list(watch.at.items())
+    seconds = {
+        name: round(at - before, 3) for (_, before), (name, at) in itertools.pairwise(stages)
+    }
+    return {
+        "planned": watch.planned,
+        "taken": watch.taken,
+        "said": [line for line in records.lines if line.startswith(SAID)],
+        "seconds": seconds,
+    }
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return an error in words, with its cause: the allocator says what is reserved, and where."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    first = traceback.format_exception(causes[-1])
+    return {
+        "error": f"{type(error).__name__}: {error}"[:2000],
+        "cause": f"{type(causes[-1]).__name__}: {causes[-1]}"[:2000],
+        "trace": "".join(first)[-3000:],
+    }
 
 
 def config_of(recipe: Recipe, folder: Path, tiny: bool) -> tuple[ChronicalsConfig, int]:
@@ -497,7 +576,7 @@ def described(
     """Return the result of a recipe as JSON values."""
     name, sizes = shape_of(recipe.model, config.max_seq_length, tiny)
     steps = watch.steps
-    timed = steps[WARM_UP:] or steps[-1:]
+    timed = steps[PRESET_WARM_UP if recipe.card else WARM_UP :] or steps[-1:]
     step_seconds = [step.tokens / step.tokens_per_second for step in timed]
     fields = {
         name: value
@@ -573,6 +652,7 @@ def recovered(place: str, seconds: float, tiny: bool) -> dict[str, Any]:
             trainer.train(rows)
         result = described(RECOVERY, config, watch, tiny, time.perf_counter() - began)
         said = [line for line in records.lines if "out of memory" in line or "becomes" in line]
+        result |= noted(watch, records)
         return {**result, "name": f"recovery: {place or 'none'}", "place": place, "said": said}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -643,10 +723,14 @@ class _Records:
         self.handler = Handler()
         self.logger = logging.getLogger("chronicals")
         self.logger.addHandler(self.handler)
+        # a run lets its lines through only where nobody listens yet
+        self.level = self.logger.level
+        self.logger.setLevel(logging.INFO)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.logger.removeHandler(self.handler)
+        self.logger.setLevel(self.level)
 
 
 def in_process(run: Any, out: Path) -> None:
@@ -657,8 +741,7 @@ def in_process(run: Any, out: Path) -> None:
     try:
         result = run()
     except BaseException as error:
-        words = f"{type(error).__name__}: {error}"[:2000]
-        result = {"error": words, "trace": traceback.format_exc()[-1500:]}
+        result = failure(error)
     out.write_text(json.dumps(result, default=str))
 
 
@@ -734,13 +817,14 @@ def main() -> None:
 def line_of(name: str, result: dict[str, Any]) -> str:
     """Return a line on a result for the terminal."""
     if "error" in result:
-        return f"{name}: {result['error'][:300]}"
+        return f"{name}: {result['error'][:300]}; {result.get('seconds', '')}"
     median = statistics.median(result["step_seconds"])
     planned = result["planned"].get("held", math.nan)
     return (
         f"{name}: {result['peak'] / GIB:.2f} GiB, planned {planned / GIB:.2f} "
         f"({planned / result['peak'] - 1 if result['peak'] else 0:+.1%}), {median * 1000:.1f} ms, "
-        f"{result['tokens'][-1] / median:,.0f} tokens/s, {result['seconds_in_all']:.0f} s in all"
+        f"{result['tokens'][-1] / median:,.0f} tokens/s, {result['seconds_in_all']:.0f} s in all: "
+        f"{result['seconds']}"
     )
 
 

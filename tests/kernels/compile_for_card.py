@@ -333,7 +333,12 @@ def adapters(rank: int) -> None:
 
 def attention_over_pages() -> None:
     """Groups of query heads, narrow and wide heads, latents; few splits and many."""
-    from chronicals.kernels.paged_attention import paged_attention, write_pages
+    from chronicals.kernels.paged_attention import (
+        SharedKeys,
+        most_members,
+        paged_attention,
+        write_pages,
+    )
 
     for heads, key_heads, width, value, sequences, columns in (
         (32, 8, 128, 128, 64, 256),
@@ -351,6 +356,12 @@ def attention_over_pages() -> None:
         for of_scores in ({}, {"sinks": sinks, "window": 100, "softcap": 30.0}):
             paged_attention(q, k, v, table, lengths, scale=0.1, **of_scores)
             paged_attention(q, k, v, table, lengths, scale=0.1, splits=1, **of_scores)
+        members = most_members(heads, key_heads, value)
+        if members > 1:
+            teams = torch.zeros(4, members, dtype=torch.int32)
+            counts = torch.zeros(sequences, dtype=torch.int32)
+            shared = SharedKeys(teams, counts[:4], counts)
+            paged_attention(q, k, v, table, lengths, scale=0.1, shared=shared)
         if width == value:
             write_pages(k[:, 0], v[:, 0], k, k.clone(), lengths)
 

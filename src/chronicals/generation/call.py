@@ -24,6 +24,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels.host_memory import received, sent
 from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
@@ -82,6 +83,7 @@ class Call:
         pool: the pages that may be used.
         samples: the answers to generate, the oldest first.
         latents: latents of the passes.
+        sharing: what it takes to read a prompt once for several answers.
         graphs: replay decode steps; None where every step runs eagerly.
 
     Attributes:
@@ -97,6 +99,7 @@ class Call:
         pool: PagePool,
         samples: Sequence[Sample],
         latents: Latents,
+        sharing: PromptSharing,
         graphs: DecodeGraphs | None = None,
     ):
         self.model = model
@@ -106,6 +109,7 @@ class Call:
         self._layers = layers
         self._pool = pool
         self._latents = latents
+        self._sharing = sharing
         self._graphs = graphs
         self._samples = samples
         self._device = input_device(self.model)
@@ -281,9 +285,13 @@ class Call:
         size = self.settings.page_size
         page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
         places = self._in_layers(page * size + slots.positions % size)
-        kind = ExactPass if self.settings.generation_exact else DecodePass
         tables = self._pool.in_layers(slots.pages)
-        over = kind(self._layers, self._latents, places, tables, slots.positions + 1)
+        lengths = slots.positions + 1
+        over: Pass
+        if self.settings.generation_exact:
+            over = ExactPass(self._layers, self._latents, places, tables, lengths)
+        else:
+            over = DecodePass(self._layers, self._latents, places, tables, lengths, slots.shared)
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)
@@ -325,7 +333,9 @@ class Call:
             sources = [rows[one] if one.unread else -1 for one in samples] + [-1] * padding
             at = self._as_tensor(sources)
             last = torch.where(at < 0, last, self._unread.last_tokens[at.clamp(min=0)])
-        return Slots(last, self._as_tensor(positions), self._as_tensor(table), choices, seen)
+        shared = self._sharing.shared_keys(samples, len(ids), self.settings.page_size, self._device)
+        as_tensor = self._as_tensor
+        return Slots(last, as_tensor(positions), as_tensor(table), choices, seen, shared)
 
     def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
         """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
-from chronicals.kernels.paged_attention import paged_attention
+from chronicals.kernels.paged_attention import SharedKeys, paged_attention
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
 
@@ -197,12 +197,13 @@ class Probe:
         """Return the attention within one document, after noting the sizes."""
         heads, width = k_TKD.shape[1:]
         value = v_TKV.shape[2]
-        window = scores.window
-        sizes = LayerSizes(heads, width, value, k_TKD.dtype, window=window)
-        if heads == q_THD.shape[1] and self._latents.explain(module, k_TKD, v_TKV):
+        queries = q_THD.shape[1]
+        sizes = LayerSizes(heads, width, value, k_TKD.dtype, 0, scores.window, queries)
+        if heads == queries and self._latents.explain(module, k_TKD, v_TKV):
             latent = self._latents.current[module].shape[1]
             plain = self._latents.weight(module, heads).shape[1] - value
-            sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent, window)
+            key = latent + width - plain
+            sizes = replace(sizes, heads=1, key=key, value=latent, latent=latent)
         self.sizes[module] = sizes
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
         return attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
@@ -303,10 +304,12 @@ class DecodePass(PagedPass):
     Attributes:
         tables: int64 ``[N, L]``, the block table in the layers of each window, as ``places``.
         lengths: int64 ``[N]``, keys of each sequence, the new one included.
+        shared: which sequences share the pages of a prompt.
     """
 
     tables: Mapping[int | None, Tensor]
     lengths: Tensor
+    shared: SharedKeys | None = None
 
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
@@ -322,6 +325,7 @@ class DecodePass(PagedPass):
             scale=scores.scale,
             window=scores.window,
             softcap=scores.softcap,
+            shared=self.shared,
         )
 
 
