@@ -428,7 +428,9 @@ def test_prompts_of_a_file_are_answered(trained, within, place):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert found[0]["answers"][0]["text"] == once.stdout.strip()
     drawn = *asked, "--temperature", 1.5, "--answers", 3, "--output", "answers.jsonl"
-    assert within(*drawn, "--min-p", 0.01, "--cache-memory", "100MiB").stdout == ""
+    others = "--min-p", 0.01, "--cache-memory", "100MiB", "--generation-exact"
+    answered = within(*drawn, *others)
+    assert answered.code == 0 and answered.stdout == "", answered.stderr
     rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
     assert [len(row["answers"]) for row in rows] == [3, 3]
     assert all(answer["log_probability"] < 0 for row in rows for answer in row["answers"])
@@ -952,6 +954,43 @@ def test_quickstart_of_preferences_small(within, monkeypatch, let_return, set_co
         side.others["rewards/margins"] for side in (preferences.before, preferences.after)
     )
     assert before != after
+
+
+@pytest.mark.slow
+def test_quickstart_of_rewards_small(within, monkeypatch, let_return, tmp_path):
+    """After the usual road GRPO on answers to the same questions; rewards of held-out ones rise."""
+    from chronicals.training import quickstart
+    from chronicals.training.run.callbacks import read_metrics
+
+    rows = quickstart.questions_and_answers()[:90]
+    size = quickstart.Size(
+        64,
+        layers=1,
+        vocab_size=400,
+        epochs=1,
+        batch_size=1,
+        learning_rate=3e-3,
+        mixed_precision="fp32",
+    )
+    let_return(quickstart, questions_and_answers=rows)
+    let_return(quickstart, default_size=size)
+    made = []
+    run = quickstart.run_rewards
+    few = {"steps": 4}
+    monkeypatch.setattr(
+        quickstart, "run_rewards", lambda *given: made.append(run(*given, **few)) or made[0]
+    )
+    folder = tmp_path / "quick"
+    done = within("quickstart", "--folder", folder, "--objective", "grpo")
+    assert done.code == 0, done.stderr
+    assert "mean reward" in done.stdout and done.stdout.endswith(f"generate {folder}/rewarded\n")
+    ((_, rewarded),) = made
+    assert rewarded.prompts[0] > 80
+    assert {path.name for path in folder.iterdir()} <= quickstart.WRITTEN
+    lines = read_metrics(folder / "rewarded" / "metrics.jsonl")
+    assert len([line for line in lines if "reward" in line]) == 4
+    for side in (rewarded.before, rewarded.after):
+        assert -1 <= side.others["reward"] <= 1
 
 
 def test_pairs_of_a_quickstart_have_the_answer_of_another_question():

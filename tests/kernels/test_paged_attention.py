@@ -7,7 +7,9 @@ from chronicals.attention import attention_reference
 from chronicals.kernels import paged_attention as module
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.paged_attention import (
+    SharedKeys,
     gather_pages,
+    most_members,
     paged_attention,
     paged_attention_reference,
     write_pages,
@@ -115,7 +117,8 @@ def functions(value, options, of=module, latent=False):
         def run(q, k, *rest):
             v, table, lengths = (k[..., :value], *rest) if latent else rest
             sinks = options.get("sinks")
-            given = {name: x for name, x in options.items() if name != "sinks"}
+            left_out = {"sinks"} if function is of.paged_attention else {"sinks", "shared"}
+            given = {name: x for name, x in options.items() if name not in left_out}
             sinks = None if sinks is None else sinks.to(q.device)
             with torch.no_grad():
                 out = function(q, k, v, table, lengths, sinks, scale=q.shape[2] ** -0.5, **given)
@@ -204,6 +207,20 @@ def test_what_lies_behind_the_end_is_not_read_by_the_kernel(device):
     assert torch.equal(before, paged_attention(q, k, v, table, lengths, scale=0.3))
 
 
+def test_one_split_gives_a_sequence_the_same_bits_alone_and_among_others(device):
+    """With more keys than a split of its own is worth."""
+    lengths = (1200, 1, 700, 90)
+    q, k, v, table, of_rows = drawn((4, 2, 16, 16), lengths, torch.bfloat16, device, page=16)()
+    options = {"scale": 0.3, "splits": 1}
+    together = paged_attention(q, k, v, table, of_rows, **options)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = paged_attention(q[one], k, v, table[one], of_rows[one], **options)
+        assert torch.equal(alone[0], together[row])
+    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None).splits > 1
+    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None, 1).splits == 1
+
+
 def test_a_launch_is_chosen_by_static_sizes():
     q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
     k = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
@@ -238,6 +255,93 @@ def test_a_wrong_kernel_is_found(old, new, device, splits):
     options = {"window": 60, "softcap": 1.5, "sinks": torch.randn(4)}
     with pytest.raises(AssertionError):
         compare((4, 2, 16, 16), (17, 1, 90, 77), torch.bfloat16, device, options, of=wrong)
+
+
+# --- keys that sequences share
+
+SHARING = (((0, 2, 5), 8), ((4, 1, -1), 20), ((-1, -1, -1), 0))
+"""Sequences of teams of at most three, and keys that they share; sequence 3 is alone."""
+
+
+def shared_by(teams, sequences, device):
+    starts = torch.zeros(sequences, dtype=torch.int32)
+    for members, length in teams:
+        for one in members:
+            if one >= 0:
+                starts[one] = length
+    members, lengths = (
+        torch.tensor(list(numbers), dtype=torch.int32, device=device) for numbers in zip(*teams)
+    )
+    return SharedKeys(members, lengths, starts.to(device))
+
+
+def sharing(shape, dtype, device, options, of=module, lengths=(9, 33, 17, 90, 21, 40)):
+    """Ours with shared keys beside the plain one, which reads every sequence's own pages."""
+    shared = shared_by(SHARING, len(lengths), device)
+    ours, plain = functions(shape[3], {**options, "shared": shared}, of)
+    draws = drawn(shape, lengths, dtype, device)
+
+    def draw():
+        *floats, table, counts = draws()
+        for members, length in SHARING:
+            for one in members[1:]:
+                if one >= 0:
+                    table[one, : length // PAGE] = table[members[0], : length // PAGE]
+        return [*floats, table, counts]
+
+    assert_as_exact_as_plain(ours, plain, draw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["plain", "softcap", "sinks", "window"])
+@pytest.mark.parametrize("heads", [(4, 2), (7, 1), (3, 3)], ids=str)
+def test_shared_keys_are_read_once_for_all(heads, mask, device, splits):
+    splits(2)
+    sharing((*heads, 16, 16), torch.bfloat16, device, options_of(mask, heads[0]))
+
+
+@pytest.mark.slow
+def test_shared_keys_are_not_read_from_other_members(device):
+    """Only the first member's entries of the block table are."""
+    q, k, v, table, lengths = drawn(
+        (4, 2, 16, 16), (9, 33, 17, 90, 21, 40), torch.bfloat16, device
+    )()
+    for members, length in SHARING:
+        for one in members[1:]:
+            if one >= 0:
+                table[one, : length // PAGE] = table[members[0], : length // PAGE]
+    expected = paged_attention(q, k, v, table, lengths, scale=0.3)
+    for one in (2, 5, 1):
+        table[one, : (8 if one != 1 else 20) // PAGE] = len(k) - 1
+    shared = shared_by(SHARING, 6, device)
+    got = paged_attention(q, k, v, table, lengths, scale=0.3, shared=shared)
+    assert torch.allclose(got.float(), expected.float(), atol=2e-2)
+
+
+def test_a_team_fits_a_tile():
+    assert most_members(32, 8, 128) == 16 and most_members(14, 2, 64) == 9
+    assert most_members(128, 1, 512) < 2, "latents have too many heads"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.minimum(length, begin + each)", "tl.minimum(length - 1, begin + each)"),
+        ("first = tl.load(starts_ptr + sequence)", "first = 0"),
+        ("key_head * GROUPS + row % GROUPS", "key_head * GROUPS + row // MEMBERS"),
+        ("(sequence * heads + head) * PARTS + FIRST + split", "(sequence * heads + head) * PARTS"),
+        ("tl.where(first == 0, PARTS, 0)", "0"),
+    ],
+)
+def test_a_wrong_kernel_of_shared_keys_is_found(old, new, device, splits):
+    wrong = mutant(module, old, new)
+    splits(2, of=wrong)
+    with pytest.raises(AssertionError):
+        sharing((4, 2, 16, 16), torch.bfloat16, device, {}, of=wrong)
+
+
+# --- tokens
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

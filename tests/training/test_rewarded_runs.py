@@ -1,6 +1,7 @@
 """Runs with the rewards that a configuration names, in their own processes."""
 
 import logging
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,6 +13,7 @@ from chronicals.saving import save_model
 from chronicals.saving.model_files import text_files
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.errors import TrainingError
+from chronicals.training.preparation import readable_again
 from chronicals.training.run.callbacks import read_metrics
 
 MINE = """
@@ -108,6 +110,31 @@ def test_a_run_whose_rewards_fail_ends_with_a_checkpoint_and_goes_on(tmp_path, m
     (tmp_path / "mended").touch()
     assert train(tmp_path, rewards, resume=True).steps == 3
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
+@dataclass
+class OneOfTwo:
+    """The first or the second of two ranks, of which the first tells the other results."""
+
+    told: list
+    waits: int = 0
+
+    def writer_does(self, work, error):
+        if self.waits == len(self.told):
+            self.told.append(work())
+        self.waits += 1
+        return self.told[self.waits - 1]
+
+
+def test_ranks_wait_for_the_first_equally_often(tmp_path):
+    """Rewards that are given are on the first rank; the other must not start its own."""
+    told = []
+    for rewards in (rollouts.Rewards(), None):
+        config = rollouts.config(tmp_path)
+        trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config, rewards=rewards)
+        trainer.ranks = OneOfTwo(told)
+        with trainer._rollouts(readable_again(rollouts.prompts()), None):
+            assert trainer.ranks.waits == len(told)
 
 
 @pytest.mark.parametrize(

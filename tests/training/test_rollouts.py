@@ -173,7 +173,9 @@ def test_rewards_that_fail_end_the_run_with_a_checkpoint(tmp_path):
     with pytest.raises(TrainingError, match="after step 2: reward letters: failed .* resume"):
         rollouts.train(tmp_path, rewards=rewards, max_steps=4, save_steps=None)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
-    rollouts.train(tmp_path, max_steps=4, save_steps=None, resume=True)
+    later = rollouts.Rewards()
+    rollouts.train(tmp_path, rewards=later, max_steps=4, save_steps=None, resume=True)
+    assert len(later.calls) == 2
     whole = tmp_path / "whole"
     rollouts.train(whole, max_steps=4, save_steps=None)
     assert runs.trajectory(tmp_path) == runs.trajectory(whole)
@@ -431,3 +433,14 @@ def test_a_trained_model_is_evaluated_by_the_rewards_of_its_run(tmp_path, capsys
     assert ran.exit_code == 0, ran.output
     figures = json.loads(ran.stdout)
     assert figures["reward"] == -figures["loss"] and 0 < figures["reward"] <= 1
+
+
+@pytest.mark.slow
+def test_held_out_answers_are_the_likeliest(tmp_path):
+    rewards = rollouts.Rewards()
+    held_out = [{"prompt": f"what is {n}, if not the answer to life?"} for n in range(5)]
+    given = {"learning_rate": 1e-9, "eval_steps": 1, "max_steps": 2}
+    rollouts.train(tmp_path, rewards=rewards, held_out=held_out, **given)
+    first, second = (rows for rows in rewards.calls if len(rows.prompts) == 5)
+    assert first.prompts == [row["prompt"] for row in held_out]
+    assert first.completion_ids == second.completion_ids

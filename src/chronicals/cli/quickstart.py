@@ -9,7 +9,7 @@ import typer
 
 from chronicals.cli.noise import keep_in
 
-Kind = Literal["sft", "dpo"]
+Kind = Literal["sft", "dpo", "grpo"]
 
 
 def quickstart_command(
@@ -18,7 +18,11 @@ def quickstart_command(
     ] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
     objective: Annotated[
-        Kind, typer.Option(help="sft, or dpo: then preference tuning of the trained model, too")
+        Kind,
+        typer.Option(
+            help="sft; or dpo, then preference tuning of the trained model, too; or grpo, then "
+            "training on rewards of its own answers"
+        ),
     ] = "sft",
 ) -> None:
     """Train a small model here and now.
@@ -27,7 +31,8 @@ def quickstart_command(
     documentation strings of Python's standard library as questions and answers. A tokenizer and a
     model are trained on them, and the model answers two questions before and after: one it was
     trained on, one held out. With `--objective dpo` the model then learns to prefer the right
-    answer to that of another question.
+    answer to that of another question, with `--objective grpo` to say short whole sentences, by
+    rewards of answers that it draws.
     """
     import shlex
     import shutil
@@ -38,7 +43,7 @@ def quickstart_command(
 
     from chronicals.distributed import require_one_process
     from chronicals.training.errors import Interrupted, TrainingError
-    from chronicals.training.quickstart import run_preferences, run_quickstart
+    from chronicals.training.quickstart import run_preferences, run_quickstart, run_rewards
     from chronicals.training.run.resume import how_to_resume
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
@@ -47,16 +52,20 @@ def quickstart_command(
         _require_ours(folder)
         shutil.rmtree(folder)
     keep_in(folder)
+    preferences = None
+    rewarded = None
     try:
         if objective == "dpo":
             done, preferences = run_preferences(folder, seed)
+        elif objective == "grpo":
+            done, rewarded = run_rewards(folder, seed)
         else:
-            done, preferences = run_quickstart(folder, seed), None
+            done = run_quickstart(folder, seed)
     except (Interrupted, TrainingError) as error:
         # A quickstart has no recipe to resume from.
         anew = "start chronicals quickstart again, which begins anew"
         text = str(error)
-        for run in (folder, folder / "preference"):
+        for run in (folder, folder / "preference", folder / "rewarded"):
             text = text.replace(how_to_resume(run), anew)
         raise type(error)(text) from error
     table = Table(
@@ -101,6 +110,22 @@ def quickstart_command(
             )
             chosen.add_row(words, *values)
         console.print(chosen)
+    if rewarded is not None:
+        last = rewarded.result
+        (prompts, held) = rewarded.prompts
+        console.print()
+        means = Table(
+            "held-out prompts",
+            "before GRPO",
+            "after GRPO",
+            title=f"{prompts:,} prompts trained on, {held:,} held out",
+        )
+        means.add_row(
+            "mean reward",
+            f"{rewarded.before.others['reward']:.3f}",
+            f"{rewarded.after.others['reward']:.3f}",
+        )
+        console.print(means)
     console.print(
         f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  "
         f"{escape(str(last.model_dir))}"
@@ -109,7 +134,11 @@ def quickstart_command(
     console.print(
         "  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora"
     )
-    trained = folder if preferences is None else folder / "preference"
+    trained = folder
+    if preferences is not None:
+        trained = folder / "preference"
+    elif rewarded is not None:
+        trained = folder / "rewarded"
     console.print(
         f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}"
     )

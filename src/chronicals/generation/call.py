@@ -24,6 +24,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import Chunk, EngineSettings, Prompt, Sample, Schedule
+from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels.host_memory import received, sent
 from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
@@ -82,6 +83,7 @@ class Call:
         pool: the pages that may be used.
         samples: the answers to generate, the oldest first.
         latents: latents of the passes.
+        sharing: what it takes to read a prompt once for several answers.
         graphs: replay decode steps; None where every step runs eagerly.
 
     Attributes:
@@ -97,6 +99,7 @@ class Call:
         pool: PagePool,
         samples: Sequence[Sample],
         latents: Latents,
+        sharing: PromptSharing,
         graphs: DecodeGraphs | None = None,
     ):
         self.model = model
@@ -106,6 +109,7 @@ class Call:
         self._layers = layers
         self._pool = pool
         self._latents = latents
+        self._sharing = sharing
         self._graphs = graphs
         self._samples = samples
         self._device = input_device(self.model)
@@ -201,7 +205,8 @@ class Call:
         written = self._in_layers(as_tensor(places))
         over: Pass
         if self.settings.generation_exact:
-            over = ExactPass(self._layers, self._latents, written, self._exact_keys(chunks))
+            each = self._exact_tables(chunks)
+            over = ExactPass(self._layers, self._latents, written, *each)
         else:
             over = PrefillPass(
                 self._layers,
@@ -235,14 +240,16 @@ class Call:
             found[size] = ChunkKeys(at, cu, max(counts))
         return found
 
-    def _exact_keys(self, chunks: Sequence[Chunk]) -> list[dict[int | None, Tensor]]:
-        """Return where the keys of each token of chunks are."""
-        found = list[dict[int | None, Tensor]]()
+    def _exact_tables(self, chunks: Sequence[Chunk]) -> tuple[dict[int | None, Tensor], Tensor]:
+        """Return block tables ``[T, L]`` and numbers of keys of each token of chunks."""
+        width = _power_of_two(max(len(chunk.of.pages) for chunk in chunks))
+        table = list[list[int]]()
+        lengths = list[int]()
         for chunk in chunks:
-            held = self._as_tensor(self._places(chunk.of.pages, 0, chunk.end))
-            for place in range(chunk.start, chunk.end):
-                found.append(self._in_layers(held[: place + 1]))
-        return found
+            pages = chunk.of.pages
+            table += [pages + [SCRATCH_PAGE] * (width - len(pages))] * (chunk.end - chunk.start)
+            lengths += range(chunk.start + 1, chunk.end + 1)
+        return self._pool.in_layers(self._as_tensor(table)), self._as_tensor(lengths)
 
     def _first_tokens(self, began: Sequence[Sample]) -> Look:
         """Draw the first token of answers from the last hidden states of their prompts."""
@@ -278,13 +285,13 @@ class Call:
         size = self.settings.page_size
         page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
         places = self._in_layers(page * size + slots.positions % size)
+        tables = self._pool.in_layers(slots.pages)
+        lengths = slots.positions + 1
         over: Pass
         if self.settings.generation_exact:
-            over = ExactPass(self._layers, self._latents, places, self._keys_of(slots))
+            over = ExactPass(self._layers, self._latents, places, tables, lengths)
         else:
-            tables = self._pool.in_layers(slots.pages)
-            lengths = slots.positions + 1
-            over = DecodePass(self._layers, self._latents, places, tables, lengths)
+            over = DecodePass(self._layers, self._latents, places, tables, lengths, slots.shared)
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)
@@ -292,13 +299,6 @@ class Call:
         if slots.seen is not None:
             slots.seen.scatter_(1, drawn.tokens[:, None], True)
         return drawn
-
-    def _keys_of(self, slots: Slots) -> list[dict[int | None, Tensor]]:
-        """Return where the keys of each answer are, the new token's included."""
-        size = self.settings.page_size
-        places = slots.pages[:, :, None] * size + torch.arange(size, device=self._device)
-        lengths = (slots.positions + 1).tolist()
-        return [self._in_layers(at[:length]) for at, length in zip(places.flatten(1), lengths)]
 
     def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
         """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""
@@ -333,7 +333,9 @@ class Call:
             sources = [rows[one] if one.unread else -1 for one in samples] + [-1] * padding
             at = self._as_tensor(sources)
             last = torch.where(at < 0, last, self._unread.last_tokens[at.clamp(min=0)])
-        return Slots(last, self._as_tensor(positions), self._as_tensor(table), choices, seen)
+        shared = self._sharing.shared_keys(samples, len(ids), self.settings.page_size, self._device)
+        as_tensor = self._as_tensor
+        return Slots(last, as_tensor(positions), as_tensor(table), choices, seen, shared)
 
     def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
         """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from chronicals.generation.drawing import Choices
 from chronicals.kernels.cuda_graphs import Graph, Recorder
+from chronicals.kernels.paged_attention import SharedKeys
 from chronicals.kernels.token_draws import Drawn
 
 logger = logging.getLogger(__name__)
 
-Bucket = tuple[int, int, bool, bool]
-"""Number of slots, width of the block table, and which operations the draws take."""
+Bucket = tuple[int, int, int, bool, bool]
+"""Number of slots, width of the block table, number of teams that share keys, and which operations
+the draws take.
+"""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Slots:
         pages: int64 ``[N, L]``, the block table.
         choices: settings of the draws.
         seen: bool ``[N, V]``, tokens of each text; None without repetition penalties.
+        shared: which answers share the pages of their prompt, or None.
     """
 
     ids: Tensor
@@ -48,12 +52,15 @@ class Slots:
     pages: Tensor
     choices: Choices
     seen: Tensor | None
+    shared: SharedKeys | None = None
 
     @property
     def bucket(self) -> Bucket:
         """Whatever decides which operations a step consists of."""
         choices = self.choices
-        return *self.pages.shape, choices.narrows, choices.penalises  # type: ignore[return-value]
+        slots, width = self.pages.shape
+        teams = 0 if self.shared is None else len(self.shared.teams)
+        return slots, width, teams, choices.narrows, choices.penalises
 
     def fill(self, others: Slots) -> None:
         """Take the values of other slots of the same bucket, in place."""
@@ -61,8 +68,9 @@ class Slots:
             static.copy_(given, non_blocking=True)
 
     def _tensors(self) -> list[Tensor]:
-        of_choices = [getattr(self.choices, field.name) for field in fields(self.choices)]
-        found = [self.ids, self.positions, self.pages, self.seen, *of_choices]
+        found = [self.ids, self.positions, self.pages, self.seen]
+        for part in (self.choices, self.shared):
+            found += [getattr(part, field.name) for field in fields(part)] if part else []
         return [x for x in found if isinstance(x, Tensor)]
 
 

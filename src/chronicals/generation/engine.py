@@ -33,6 +33,7 @@ from chronicals.generation.passes import (
 )
 from chronicals.generation.requests import Answer, Request, new_tokens_within
 from chronicals.generation.schedule import EngineSettings, Prompt, Sample
+from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora import holding_norms
@@ -156,7 +157,11 @@ class Engine:
             attending_pages(self.model) as latents,
         ):
             pool = self._lay_out(samples, latents)
-            call = Call(self.model, self.settings, self._layers, pool, samples, latents, graphs)
+            assert self._layout is not None
+            sharing = PromptSharing.of(self._layout.sizes.values())
+            call = Call(
+                self.model, self.settings, self._layers, pool, samples, latents, sharing, graphs
+            )
             rows = min(self.settings.slots, len(samples))
             copies = dense_copies(self.model, rows, self._spare_memory())
             exact = self.settings.generation_exact

@@ -212,6 +212,7 @@ class LayerSizes:
             the place of keys and values; else 0. Then ``heads`` is 1, ``key`` is the width of both
             together, and ``value`` is ``latent``.
         window: tokens that a token attends to, itself included; None for all before it.
+        queries: number of query heads.
     """
 
     heads: int
@@ -220,6 +221,7 @@ class LayerSizes:
     dtype: torch.dtype
     latent: int = 0
     window: int | None = None
+    queries: int = 1
 
     @property
     def bytes(self) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
-from chronicals.kernels.paged_attention import paged_attention
+from chronicals.kernels.paged_attention import SharedKeys, paged_attention
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
 
@@ -197,15 +197,16 @@ class Probe:
         """Return the attention within one document, after noting the sizes."""
         heads, width = k_TKD.shape[1:]
         value = v_TKV.shape[2]
-        window = scores.window
-        sizes = LayerSizes(heads, width, value, k_TKD.dtype, window=window)
-        if heads == q_THD.shape[1] and self._latents.explain(module, k_TKD, v_TKV):
+        queries = q_THD.shape[1]
+        sizes = LayerSizes(heads, width, value, k_TKD.dtype, 0, scores.window, queries)
+        if heads == queries and self._latents.explain(module, k_TKD, v_TKV):
             latent = self._latents.current[module].shape[1]
             plain = self._latents.weight(module, heads).shape[1] - value
-            sizes = LayerSizes(1, latent + width - plain, latent, k_TKD.dtype, latent, window)
+            key = latent + width - plain
+            sizes = replace(sizes, heads=1, key=key, value=latent, latent=latent)
         self.sizes[module] = sizes
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
-        return _attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
+        return attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
 
 
 @dataclass(frozen=True)
@@ -289,11 +290,11 @@ class PrefillPass(PagedPass):
     ) -> Tensor:
         """Return the attention of the chunks to their sequences."""
         if self.keys is None:
-            return _attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
+            return attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
         keys = self.keys[pages.window]
         k_TKD, v_TKV = pages.read(keys.places)
         bounds = self.cu_q, self.longest_q, keys.cu, keys.longest
-        return _attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
+        return attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
 
 
 @dataclass(frozen=True)
@@ -303,10 +304,12 @@ class DecodePass(PagedPass):
     Attributes:
         tables: int64 ``[N, L]``, the block table in the layers of each window, as ``places``.
         lengths: int64 ``[N]``, keys of each sequence, the new one included.
+        shared: which sequences share the pages of a prompt.
     """
 
     tables: Mapping[int | None, Tensor]
     lengths: Tensor
+    shared: SharedKeys | None = None
 
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
@@ -322,10 +325,11 @@ class DecodePass(PagedPass):
             scale=scores.scale,
             window=scores.window,
             softcap=scores.softcap,
+            shared=self.shared,
         )
 
 
-def _attend_documents(
+def attend_documents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -335,6 +339,7 @@ def _attend_documents(
     cu_k: Tensor | None = None,
     longest_k: int | None = None,
 ) -> Tensor:
+    """Return causal attention within documents, by the backend that is chosen for training."""
     return document_attention(
         q,
         k,

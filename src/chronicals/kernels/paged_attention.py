@@ -14,14 +14,16 @@ dtype; a value may be the beginning of its key, as in latent attention.
 
 The keys of a sequence are split among programs, so that few sequences fill a card too (Flash-
 Decoding, Dao et al., 2023). A program reads its keys once for the query heads that share them, and
-keeps a running maximum and sum; a second kernel merges the splits by their log-sum-exp. Bytes that
-must move: T_n · K · (D + V) values a sequence, so at 16 bit the floor is 2 · ΣT · K · (D + V) bytes
-at the copy rate. The splits add 4 · (V + 1) bytes a query head each.
+keeps a running maximum and sum; a last kernel merges the splits by their log-sum-exp. Keys that
+several sequences share, their prompt, are read once for all of them by a kernel of their own
+(Hydragen, Juravsky et al., 2024, arXiv 2402.05099), and merged alike. Bytes that must move:
+T_n · K · (D + V) values a sequence, of shared keys once, so at 16 bit the floor is
+2 · ΣT · K · (D + V) bytes at the copy rate. The splits add 4 · (V + 1) bytes a query head each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,6 +66,41 @@ SHARED_MEMORY_OF_WIDE_VALUES = 96 << 10
 """
 
 
+MOST_SHARED_SPLITS = 8
+"""Splits of shared keys: a prompt of 512 tokens is 64 keys for each, which are read at once."""
+
+MOST_TEAM_ROWS = 64
+"""Query heads of a team for one key head: accumulators of 64 x 128 values are 64 registers of each
+of 128 threads.
+"""
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """Sequences whose first keys lie in the same pages, such as the answers to one prompt.
+
+    Attributes:
+        teams: int32 ``[T, G]``, sequences that share; -1 behind the last one of a team.
+        lengths: int32 ``[T]``, number of keys that a team shares; 0 for a team without sequences.
+        starts: int32 ``[N]``, number of keys that each sequence shares; less than all it has.
+    """
+
+    teams: Tensor
+    lengths: Tensor
+    starts: Tensor
+
+
+def most_members(heads: int, key_heads: int, value: int) -> int:
+    """Return the most sequences of a team; with less than 2 nothing can be shared.
+
+    Args:
+        heads: query heads.
+        key_heads: key heads.
+        value: width of a value.
+    """
+    return MOST_TEAM_ROWS * 128 // max(next_power_of_2(value), 128) // (heads // key_heads)
+
+
 @dataclass(frozen=True)
 class PagedLaunch:
     """The launch of the kernel that reads keys and values.
@@ -84,7 +121,12 @@ class PagedLaunch:
 
 
 def _launch(
-    q_NHD: Tensor, k_PSKD: Tensor, value: int, most_keys: int, window: int | None
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    value: int,
+    most_keys: int,
+    window: int | None,
+    splits: int | None = None,
 ) -> PagedLaunch:
     """Choose the launch from static sizes, so that it never depends on the sequences' lengths.
 
@@ -94,6 +136,7 @@ def _launch(
         value: width of a value.
         most_keys: keys that the block table has room for.
         window: keys that a query attends to at most, or None.
+        splits: programs a sequence; by default chosen.
     """
     sequences, heads, width = q_NHD.shape
     key_heads = k_PSKD.shape[2]
@@ -104,11 +147,109 @@ def _launch(
     keys = max(16, min(64, VALUES_AT_ONCE // wide))
     whole = width <= 128 or width % 128 == 0
     channels = max(16, min(128, next_power_of_2(width))) if whole else 64
+    if splits is not None:
+        return PagedLaunch(rows, keys, channels, splits, warps=4)
     programs = sequences * key_heads * triton.cdiv(heads // key_heads, rows)
     wanted = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(q_NHD.device) // max(programs, 1)
     useful = min(most_keys, window or most_keys) // KEYS_OF_A_SPLIT
     splits = max(1, min(MOST_SPLITS, wanted, useful))
     return PagedLaunch(rows, keys, channels, next_power_of_2(splits + 1) // 2, warps=4)
+
+
+def _shared_launch(
+    q_NHD: Tensor, k_PSKD: Tensor, launch: PagedLaunch, teams: Tensor
+) -> PagedLaunch:
+    """Choose the launch of the kernel that reads shared keys.
+
+    Args:
+        q_NHD: queries.
+        k_PSKD: pages of keys.
+        launch: that of the other keys.
+        teams: ``[T, G]``, sequences of each team.
+    """
+    key_heads = k_PSKD.shape[2]
+    rows = max(LEAST_ROWS, next_power_of_2(teams.shape[1] * (q_NHD.shape[1] // key_heads)))
+    wanted = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(q_NHD.device)
+    splits = max(1, min(MOST_SHARED_SPLITS, wanted // (len(teams) * key_heads)))
+    return replace(launch, rows=rows, splits=next_power_of_2(splits + 1) // 2)
+
+
+@triton.jit
+def _attended(
+    q_ptr,
+    q_rows,
+    is_row,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    begin,
+    end,
+    k_page,
+    k_token,
+    v_page,
+    v_token,
+    scale,
+    softcap,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Return the attention of queries to keys of a block table, and its log-sum-exp.
+
+    They are ``[ROWS, VALUES]`` and ``[ROWS]``, zero and minus infinity without keys from ``begin``
+    to ``end``.
+    """
+    value = tl.arange(0, VALUES)
+    channel = tl.arange(0, CHANNELS)
+    q_at = q_ptr + q_rows[:, None]
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, VALUES), tl.float32)
+    for start in range(begin, end, KEYS):
+        token = start + tl.arange(0, KEYS)
+        inside = token < end
+        page = tl.load(table_ptr + token // PAGE, mask=inside, other=0).to(tl.int64)
+        place = token % PAGE
+        k_at = k_ptr + page * k_page + place * k_token
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        for some in tl.static_range(0, WIDTH, CHANNELS):
+            exists = some + channel < WIDTH
+            q = tl.load(
+                q_at + some + channel[None, :],
+                mask=is_row[:, None] & exists[None, :],
+                other=0.0,
+            ).to(KIND)
+            k = tl.load(
+                k_at[None, :] + some + channel[:, None],
+                mask=exists[:, None] & inside[None, :],
+                other=0.0,
+            ).to(KIND)
+            scores = tl.dot(q, k, scores)
+        scores = shaped(scores, scale, softcap, HAS_SOFTCAP)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(highest - higher)
+        total = total * kept + tl.sum(weights, axis=1)
+        v = tl.load(
+            v_ptr + (page * v_page + place * v_token)[:, None] + value[None, :],
+            mask=inside[:, None] & (value < VALUE)[None, :],
+            other=0.0,
+        )
+        weights = weights.to(v.dtype).to(KIND)
+        out = tl.dot(weights, v.to(KIND), out * kept[:, None])
+        highest = higher
+
+    # a split without keys has no weight
+    used = total > 0.0
+    lse = tl.where(used, highest + tl.log(tl.where(used, total, 1.0)), float("-inf"))
+    return out / tl.where(used, total, 1.0)[:, None], lse
 
 
 @triton.jit
@@ -118,6 +259,7 @@ def _paged_attention_kernel(
     v_ptr,
     pages_ptr,
     lengths_ptr,
+    starts_ptr,
     out_ptr,
     lse_ptr,
     q_sequence,
@@ -138,82 +280,161 @@ def _paged_attention_kernel(
     VALUE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CHANNELS: tl.constexpr,
     VALUES: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     parts: tl.constexpr = (GROUPS + ROWS - 1) // ROWS
     key_head = (tl.program_id(1) // parts).to(tl.int64)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     row = (tl.program_id(1) % parts) * ROWS + tl.arange(0, ROWS)
     head = key_head * GROUPS + row
     is_head = row < GROUPS
     value = tl.arange(0, VALUES)
-    channel = tl.arange(0, CHANNELS)
 
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
-    first = tl.maximum(length - window, 0) if HAS_WINDOW else 0
-    each = tl.cdiv(tl.cdiv(length - first, SPLITS), KEYS) * KEYS
+    first = 0
+    if HAS_STARTS:
+        first = tl.load(starts_ptr + sequence)
+    elif HAS_WINDOW:
+        first = tl.maximum(length - window, 0)
+    each = tl.cdiv(tl.cdiv(length - first, splits), KEYS) * KEYS
     begin = first + split * each
     end = tl.minimum(begin + each, length)
-
-    q_at = q_ptr + sequence * q_sequence + head[:, None] * q_head
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, VALUES), tl.float32)
-    for start in range(begin, end, KEYS):
-        token = start + tl.arange(0, KEYS)
-        inside = token < end
-        page = tl.load(
-            pages_ptr + sequence * pages_sequence + token // PAGE, mask=inside, other=0
-        ).to(tl.int64)
-        place = token % PAGE
-        k_at = k_ptr + page * k_page + place * k_token + key_head * k_head
-        scores = tl.zeros((ROWS, KEYS), tl.float32)
-        for some in tl.static_range(0, WIDTH, CHANNELS):
-            exists = some + channel < WIDTH
-            q = tl.load(
-                q_at + some + channel[None, :],
-                mask=is_head[:, None] & exists[None, :],
-                other=0.0,
-            ).to(KIND)
-            k = tl.load(
-                k_at[None, :] + some + channel[:, None],
-                mask=exists[:, None] & inside[None, :],
-                other=0.0,
-            ).to(KIND)
-            scores = tl.dot(q, k, scores)
-        scores = shaped(scores, scale, softcap, HAS_SOFTCAP)
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
-        kept = tl.exp(highest - higher)
-        total = total * kept + tl.sum(weights, axis=1)
-        v = tl.load(
-            v_ptr + (page * v_page + place * v_token + key_head * v_head)[:, None] + value[None, :],
-            mask=inside[:, None] & (value < VALUE)[None, :],
-            other=0.0,
-        )
-        weights = weights.to(v.dtype).to(KIND)
-        out = tl.dot(weights, v.to(KIND), out * kept[:, None])
-        highest = higher
-
-    # a split without keys has no weight
-    used = total > 0.0
-    lse = tl.where(used, highest + tl.log(tl.where(used, total, 1.0)), float("-inf"))
-    out = out / tl.where(used, total, 1.0)[:, None]
+    out, lse = _attended(
+        q_ptr,
+        sequence * q_sequence + head * q_head,
+        is_head,
+        k_ptr + key_head * k_head,
+        v_ptr + key_head * v_head,
+        pages_ptr + sequence * pages_sequence,
+        begin,
+        end,
+        k_page,
+        k_token,
+        v_page,
+        v_token,
+        scale,
+        softcap,
+        PAGE,
+        WIDTH,
+        VALUE,
+        HAS_SOFTCAP,
+        KIND,
+        ROWS,
+        KEYS,
+        CHANNELS,
+        VALUES,
+    )
     heads = tl.num_programs(1) // parts * GROUPS
-    at = (sequence * heads + head) * SPLITS + split
+    at = (sequence * heads + head) * PARTS + split
     tl.store(lse_ptr + at, lse, mask=is_head)
     tl.store(
         out_ptr + at[:, None] * VALUE + value[None, :],
         out,
         mask=is_head[:, None] & (value < VALUE)[None, :],
     )
+    if HAS_STARTS:
+        # a sequence that shares nothing has no keys in the parts of the shared ones
+        part = tl.arange(0, SPLITS)
+        is_missing = (part >= splits) & (part < tl.where(first == 0, PARTS, 0))
+        tl.store(
+            lse_ptr + (at - split)[:, None] + part[None, :],
+            tl.full((ROWS, SPLITS), float("-inf"), tl.float32),
+            mask=is_head[:, None] & is_missing[None, :],
+        )
+
+
+@triton.jit
+def _shared_keys_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    teams_ptr,
+    lengths_ptr,
+    out_ptr,
+    lse_ptr,
+    q_sequence,
+    q_head,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    pages_sequence,
+    scale,
+    softcap,
+    PAGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    VALUES: tl.constexpr,
+    FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    team = tl.program_id(0).to(tl.int64)
+    key_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    row = tl.arange(0, ROWS)
+    value = tl.arange(0, VALUES)
+    member = row // GROUPS
+    head = key_head * GROUPS + row % GROUPS
+    sequence = tl.load(teams_ptr + team * MEMBERS + member, mask=member < MEMBERS, other=-1)
+    is_row = sequence >= 0
+    sequence = tl.maximum(sequence, 0).to(tl.int64)
+    length = tl.load(lengths_ptr + team)
+    if length > 0:
+        table = tl.load(teams_ptr + team * MEMBERS).to(tl.int64)  # that of any member
+        each = tl.cdiv(tl.cdiv(length, tl.num_programs(2)), KEYS) * KEYS
+        begin = split * each
+        out, lse = _attended(
+            q_ptr,
+            sequence * q_sequence + head * q_head,
+            is_row,
+            k_ptr + key_head * k_head,
+            v_ptr + key_head * v_head,
+            pages_ptr + table * pages_sequence,
+            begin,
+            tl.minimum(length, begin + each),
+            k_page,
+            k_token,
+            v_page,
+            v_token,
+            scale,
+            softcap,
+            PAGE,
+            WIDTH,
+            VALUE,
+            HAS_SOFTCAP,
+            KIND,
+            ROWS,
+            KEYS,
+            CHANNELS,
+            VALUES,
+        )
+        heads = tl.num_programs(1) * GROUPS
+        at = (sequence * heads + head) * PARTS + FIRST + split
+        tl.store(lse_ptr + at, lse, mask=is_row)
+        tl.store(
+            out_ptr + at[:, None] * VALUE + value[None, :],
+            out,
+            mask=is_row[:, None] & (value < VALUE)[None, :],
+        )
 
 
 @triton.jit
@@ -226,12 +447,13 @@ def _merge_splits_kernel(
     HAS_SINKS: tl.constexpr,
     VALUE: tl.constexpr,
     VALUES: tl.constexpr,
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)  # sequence · H + head
     split = tl.arange(0, SPLITS)
     value = tl.arange(0, VALUES)
-    lse = tl.load(lse_ptr + at * SPLITS + split)
+    lse = tl.load(lse_ptr + at * PARTS + split, mask=split < PARTS, other=float("-inf"))
     highest = tl.max(lse, axis=0)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + at % heads).to(tl.float32)
@@ -240,9 +462,10 @@ def _merge_splits_kernel(
     total = tl.sum(weights, axis=0)
     if HAS_SINKS:
         total += tl.exp(sink - highest)
+    # a part without keys may not have been written
     parts = tl.load(
-        parts_ptr + (at * SPLITS + split)[:, None] * VALUE + value[None, :],
-        mask=(value < VALUE)[None, :],
+        parts_ptr + (at * PARTS + split)[:, None] * VALUE + value[None, :],
+        mask=(weights > 0.0)[:, None] & (value < VALUE)[None, :],
         other=0.0,
     )
     out = tl.sum(weights[:, None] * parts, axis=0) / total
@@ -257,22 +480,29 @@ def _paged_attention(
     pages: Tensor,
     lengths: Tensor,
     sinks: Tensor | None,
+    teams: Tensor | None,
+    team_lengths: Tensor | None,
+    starts: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
+    splits: int | None,
 ) -> Tensor:
-    """Launch both kernels."""
-    out = _output(q, k, v, pages, lengths, sinks, scale, window, softcap)
+    """Launch the kernels."""
+    out = q.new_empty(*q.shape[:2], v.shape[3])
     sequences, heads, width = q.shape
     page_size, key_heads = k.shape[1:3]
     value = v.shape[3]
     groups = heads // key_heads
-    launch = _launch(q, k, value, pages.shape[1] * page_size, window)
-    values = max(16, next_power_of_2(value))
-    parts = q.new_empty((sequences, heads, launch.splits, value), dtype=torch.float32)
-    lse = q.new_empty((sequences, heads, launch.splits), dtype=torch.float32)
     if not sequences:
         return out
+    launch = _launch(q, k, value, pages.shape[1] * page_size, window, splits)
+    shared = None if teams is None else _shared_launch(q, k, launch, teams)
+    values = max(16, next_power_of_2(value))
+    count = launch.splits + (0 if shared is None else shared.splits)
+    parts = q.new_empty((sequences, heads, count, value), dtype=torch.float32)
+    lse = q.new_empty((sequences, heads, count), dtype=torch.float32)
+    strides = *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], pages.stride(0)
     grid = sequences, key_heads * triton.cdiv(groups, launch.rows), launch.splits
     _paged_attention_kernel[grid](
         q,
@@ -280,12 +510,10 @@ def _paged_attention(
         v,
         pages,
         lengths,
+        starts,
         parts,
         lse,
-        *q.stride()[:2],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        pages.stride(0),
+        *strides,
         scale,
         softcap or 1.0,
         window or 0,
@@ -295,17 +523,58 @@ def _paged_attention(
         value,
         softcap is not None,
         window is not None,
+        starts is not None,
         multiplied_in(q.dtype),
         launch.rows,
         launch.keys,
         launch.channels,
         values,
-        launch.splits,
+        count,
+        next_power_of_2(count),
         num_warps=launch.warps,
         num_stages=2,
     )
+    if shared is not None:
+        assert teams is not None
+        _shared_keys_kernel[len(teams), key_heads, shared.splits](
+            q,
+            k,
+            v,
+            pages,
+            teams,
+            team_lengths,
+            parts,
+            lse,
+            *strides,
+            scale,
+            softcap or 1.0,
+            page_size,
+            teams.shape[1],
+            groups,
+            width,
+            value,
+            softcap is not None,
+            multiplied_in(q.dtype),
+            shared.rows,
+            shared.keys,
+            shared.channels,
+            values,
+            launch.splits,
+            count,
+            num_warps=shared.warps,
+            num_stages=2,
+        )
     _merge_splits_kernel[(sequences * heads,)](
-        parts, lse, sinks, out, heads, sinks is not None, value, values, launch.splits
+        parts,
+        lse,
+        sinks,
+        out,
+        heads,
+        sinks is not None,
+        value,
+        values,
+        count,
+        next_power_of_2(count),
     )
     return out
 
@@ -318,9 +587,13 @@ def _output(
     pages: Tensor,
     lengths: Tensor,
     sinks: Tensor | None,
+    teams: Tensor | None,
+    team_lengths: Tensor | None,
+    starts: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
+    splits: int | None,
 ) -> Tensor:
     """Allocate the output."""
     return q.new_empty(*q.shape[:2], v.shape[3])
@@ -344,6 +617,8 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    shared: SharedKeys | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Compute the attention of one query of each sequence, ``[N, H, V]``; without a gradient.
 
@@ -360,12 +635,30 @@ def paged_attention(
         scale: factor on the scores.
         window: a query attends to its own token and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
+        shared: which sequences share pages, which are read once for all of a team; a window leaves
+            each sequence another part of them, so with one it is ignored.
+        splits: programs among which the keys of a sequence are split, a power of 2 up to
+            ``MOST_SPLITS``; by default as many as fill the card. With a fixed number the bits of a
+            sequence depend on its own query and keys only.
     """
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHD, k_PSKD, v_PSKV))
     has_kernel = _holds(v_PSKV) and pages_NL.stride(1) == 1 and pages_NL.shape[1] > 0
     if has_kernel and not trains and runs_in_16_bit(q_NHD, k_PSKD, v_PSKV):
+        in_teams: tuple[Tensor | None, ...] = (None, None, None)
+        if shared is not None and window is None:
+            in_teams = shared.teams, shared.lengths, shared.starts
         return _paged_attention(  # type: ignore[no-any-return]
-            q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, sinks, scale, window, softcap
+            q_NHD,
+            k_PSKD,
+            v_PSKV,
+            pages_NL,
+            lengths_N,
+            sinks,
+            *in_teams,
+            scale,
+            window,
+            softcap,
+            splits,
         )
     return paged_attention_reference(
         q_NHD,

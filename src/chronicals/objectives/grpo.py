@@ -154,6 +154,36 @@ class GRPO(PolicyGradient):
             shares = {}
         return losses, ratio, {name: self._share(which, answers) for name, which in shares.items()}
 
+    def answer_definition(
+        self, log_p: Tensor, old: Tensor, advantage: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and the ratio of each token of an answer by the formula."""
+        given = self.settings
+        ratio = (log_p - old).exp()
+        if given.level == "sequence":
+            ratio = ratio.prod().pow(1 / len(ratio)).expand_as(ratio)
+        clipped = ratio.clamp(1 - given.clip_low, 1 + given.high) * advantage
+        bounded = ratio.clamp(max=given.clip_bound or torch.inf) * advantage
+        gate = given.sapo_positive if advantage > 0 else given.sapo_negative
+        losses = {
+            "cispo": -ratio.clamp(max=1 + given.high).detach() * advantage * log_p,
+            "sapo": -4 / gate / (1 + (-gate * (ratio - 1)).exp()) * advantage,
+        }
+        return losses.get(given.loss, -torch.where(bounded < clipped, bounded, clipped)), ratio
+
+    def answer_term(self, losses: Tensor) -> Term:
+        """Return the term of an answer's losses by the formula."""
+        given = self.settings
+        by_name = {
+            "dapo": (losses.sum(), PER_TOKEN),
+            "cispo": (losses.sum(), PER_TOKEN),
+            "grpo": (losses.mean(), PER_ANSWER),
+            "sapo": (losses.mean(), PER_ANSWER),
+            "dr_grpo": (losses.sum() / given.max_new_tokens, PER_ANSWER),
+        }
+        total, per = by_name[given.loss]
+        return Term(total, per=per)
+
     def _share(self, which: Tensor, answers: Answers) -> Term:
         """Return the share of the ratios for which ``which`` is true: of tokens, or of answers."""
         if self.settings.level == "sequence":

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -44,6 +45,7 @@ from chronicals.objectives.terms import (
     Count,
     FrozenModel,
     ReferencePolicy,
+    ScoredDocument,
     Value,
     settings,
 )
@@ -370,6 +372,64 @@ class PolicyGradient(WithReference):
         """True if weights of answers need the trainer's own pass from before later updates."""
         given = self.settings
         return given.importance != "none" and given.updates * given.iterations > 1
+
+    # --- the definition
+
+    def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        """Return the loss of an answer by the formula in plain torch."""
+        given = self.settings
+        (document,) = item
+        facts = document.answer
+        assert facts is not None
+        scored = document.at_temperature(given.temperature)
+        log_p = scored.log_p()
+
+        def on_device(values: np.ndarray) -> Tensor:
+            return torch.tensor(values, dtype=log_p.dtype, device=log_p.device)
+
+        drawn = on_device(facts.drawn)
+        old = drawn if facts.old is None else on_device(facts.old)
+        weight: Tensor | float = 1.0
+        if given.importance != "none":
+            old = log_p.detach() if facts.old is None else old
+            weight = self._defined_weight((old - drawn).exp())
+        losses, ratio = self.answer_definition(log_p, old, facts.advantage)
+        losses = losses * weight
+        if given.beta and self.penalises_in_loss:
+            reference = scored.frozen[REFERENCE_POLICY].log_softmax(-1)
+            ahead = log_p - reference.gather(-1, scored.targets[:, None])[:, 0]
+            estimates = {
+                "k1": ratio * ahead.detach(),
+                "k2": ahead**2 / 2 * (ratio.detach() if given.kl_ratio else 1.0),
+                "k3": ((-ahead).exp() - 1 + ahead) * (ratio if given.kl_ratio else 1.0),
+            }
+            losses = losses + given.beta * estimates[given.kl]
+        terms = {self.name: self.answer_term(losses)}
+        if given.entropy:
+            shares = scored.logits.softmax(-1)
+            entropy = torch.special.entr(shares).sum()
+            terms["entropy_bonus"] = Term(-entropy, given.entropy, PER_TOKEN)
+        return terms
+
+    def _defined_weight(self, weight: Tensor) -> Tensor:
+        """Return the weights of an answer's tokens, truncated or masked, from those by token."""
+        given = self.settings
+        if given.importance.startswith("sequence"):
+            weight = weight.prod().expand_as(weight)
+        within = (weight <= given.importance_cap).to(weight.dtype)
+        if given.importance.endswith("mask"):
+            return weight * within
+        return weight * within + given.importance_cap * (1 - within)
+
+    @abstractmethod
+    def answer_definition(
+        self, log_p: Tensor, old: Tensor, advantage: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and the ratio of each token of an answer by the formula, ``[n]``."""
+
+    @abstractmethod
+    def answer_term(self, losses: Tensor) -> Term:
+        """Return the term of an answer's losses ``[n]`` by the formula."""
 
     # --- the reference policy
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -70,6 +71,20 @@ class RLOO(PolicyGradient):
                 for name, which in shares.items()
             },
         )
+
+    def answer_definition(
+        self, log_p: Tensor, old: Tensor, advantage: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss and the ratio of an answer at each of its tokens by the formula."""
+        given = self.settings
+        ratio = (log_p.sum() - old.sum()).exp()
+        clipped = ratio.clamp(1 - given.clip_low, 1 + given.high) * advantage
+        loss = -torch.where(ratio * advantage < clipped, ratio * advantage, clipped)
+        return loss.expand_as(log_p), ratio.expand_as(log_p)
+
+    def answer_term(self, losses: Tensor) -> Term:
+        """Return the term of an answer by the formula."""
+        return Term(losses.mean(), per=PER_ANSWER)
 
     def reduced(self, losses: Tensor, answers: Answers) -> Term:
         """Return the sum over answers; each of its tokens has the same loss."""

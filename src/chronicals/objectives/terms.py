@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -151,6 +151,21 @@ class NoSettings:
 
 
 @dataclass(frozen=True)
+class AnswerFacts:
+    """What a definition is told of an answer that the model has drawn.
+
+    Attributes:
+        advantage: over the other answers to its prompt.
+        drawn: log-probability of each token under the distribution that it was drawn from, ``[n]``.
+        old: the same by the trainer's own pass; None if the run has none.
+    """
+
+    advantage: float
+    drawn: np.ndarray
+    old: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class ScoredDocument:
     """A document by itself, as an objective's definition sees it.
 
@@ -164,6 +179,7 @@ class ScoredDocument:
         frozen: logits of the objective's frozen models at the same places, by name.
         side, label: values of these columns of the data (``data/making/store.py``).
         score: fp32 scalar of a model with a score (``models/classifier.py``), which has no logits.
+        answer: of an answer that the model has drawn.
     """
 
     logits: Tensor
@@ -172,11 +188,17 @@ class ScoredDocument:
     side: int = 0
     label: int = -1
     score: Tensor | None = None
+    answer: AnswerFacts | None = None
 
     def log_p(self) -> Tensor:
         """Return log π of each target, fp32 ``[n]``."""
         log_p = self.logits.float().log_softmax(-1)
         return log_p.gather(-1, self.targets[:, None])[:, 0]
+
+    def at_temperature(self, temperature: float) -> ScoredDocument:
+        """Return the document with all logits divided by a temperature."""
+        frozen = {name: logits.float() / temperature for name, logits in self.frozen.items()}
+        return replace(self, logits=self.logits.float() / temperature, frozen=frozen)
 
     def log_ratio(self) -> Tensor:
         """Return log π/π_ref of each target, fp32 ``[n]``."""

@@ -1,7 +1,7 @@
 """A complete run without downloads, from text that is on every machine to a model that answers.
 
 With preferences, the model is then trained to prefer a function's own description to that of
-another function.
+another function. With rewards it is trained on answers that it draws, to say short whole sentences.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ WRITTEN = frozenset(
         "train-pairs.jsonl",
         "held-out-pairs.jsonl",
         "preference",
+        "train-prompts.jsonl",
+        "held-out-prompts.jsonl",
+        "rewarded",
     }
 )
 """Files that a quickstart writes to its folder; another quickstart deletes only these."""
@@ -89,6 +92,18 @@ CARD = Size(
 PREFERENCE_EPOCHS = 1
 PREFERENCE_RATE = 0.1
 """Learning rate of preference tuning, as a fraction of the first run's."""
+
+
+REWARDS = ["regex([.]$)", "length(48, 32)"]
+"""Rewards of training on drawn answers: one that ends with a full stop, and soon."""
+
+DRAWS = {"answers": 8, "prompts": 8, "max_new_tokens": 48}
+REWARD_STEPS = 30
+REWARD_RATE = 0.1
+"""Learning rate of training on rewards, as a fraction of the first run's."""
+
+HELD_OUT_PROMPTS = 64
+"""Held-out questions that are answered, before and after."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +173,58 @@ def run_preferences(
         load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token
     )
     return done, Preferences((counts[0], counts[1]), before, after, result)
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Result of training on rewards.
+
+    Attributes:
+        prompts: numbers of trained and of held-out prompts.
+        before, after: of held-out prompts; ``reward`` is the mean reward of greedy answers.
+    """
+
+    prompts: tuple[int, int]
+    before: Evaluation
+    after: Evaluation
+    result: TrainingResult
+
+
+def run_rewards(
+    folder: Path, seed: int = 42, size: Size | None = None, steps: int = REWARD_STEPS
+) -> tuple[Quickstart, Rewarded]:
+    """Run a quickstart, then GRPO on answers that its model draws to the same questions."""
+    size = size or default_size()
+    done = run_quickstart(folder, seed, size)
+    files = []
+    counts = []
+    for name in ("train", "held-out"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        prompts = [{"prompt": row["messages"][:1]} for row in rows]
+        prompts = prompts if name == "train" else prompts[:HELD_OUT_PROMPTS]
+        files.append(_write_rows(folder / f"{name}-prompts.jsonl", prompts))
+        counts.append(len(prompts))
+    config = ChronicalsConfig(
+        objective="grpo",
+        sections={"grpo": DRAWS},
+        rewards=REWARDS,
+        learning_rate=REWARD_RATE * size.learning_rate,
+        max_steps=steps,
+        batch_size=4,
+        max_seq_length=1024,
+        mixed_precision=size.mixed_precision,
+        seed=seed,
+        output_dir=folder / "rewarded",
+        cache_dir=folder / "tokens",
+    )
+    model = load_model(done.result.model_dir, torch.float32)
+    tokenizer = load_tokenizer(done.result.model_dir)
+    with fastest_threads():
+        before = evaluate_data(model, tokenizer, files[1], config)
+        result = ChronicalsTrainer(model, tokenizer, config).train(files[0])
+        trained = load_model(result.model_dir, torch.float32)
+        after = evaluate_data(trained, tokenizer, files[1], config)
+    return done, Rewarded((counts[0], counts[1]), before, after, result)
 
 
 def preference_rows(rows: list[dict], seed: int) -> list[dict]:

@@ -36,6 +36,7 @@ from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.preparation import (
     RowSource,
     check_class,
+    check_exact_generation,
     check_precision,
     check_tokenizer,
     fit_vocabulary,
@@ -86,8 +87,8 @@ class ChronicalsTrainer:
         callbacks: callbacks beside those for files, progress and trackers.
         write_recipe: writes the recipe that started the run into the folder of a new run, which it
             gets; None for none.
-        rewards: rewards of the answers that an objective draws; by default those that ``config``
-            names. The caller closes them.
+        rewards: rewards of the answers that an objective draws, on the first rank; by default those
+            that ``config`` names. The caller closes them.
 
     Raises:
         ValueError: the model is of another kind, or the configuration cannot be honoured with it on
@@ -209,6 +210,7 @@ class ChronicalsTrainer:
         model = self.model
         if self.device.type == "cuda":
             identify_compiler()
+        check_exact_generation(self.config, model, self.device)
         if isinstance(self.objective, PolicyGradient):
             tokens = self.objective.answer_tokens
             check_rollouts(self.config, self.ranks, model, tokens)
@@ -312,7 +314,9 @@ class ChronicalsTrainer:
             return
         with ExitStack() as around:
             rewards = self._rewards
-            if rewards is None:
+            # Given ones are the first rank's alone, and all ranks must take the same way.
+            given = self.ranks.writer_does(lambda: rewards is not None, ConfigurationError)
+            if not given:
                 rewards = rewards_of(self.objective, self.config, self.ranks)
                 if rewards is not None:
                     around.enter_context(rewards)

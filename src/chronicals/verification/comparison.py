@@ -434,7 +434,9 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
     for number, (own, f, p, count) in enumerate(found):
         exact = float(f.sum()) / count
         spread = _CHANCE * float((p - f).norm()) / count
-        allowed = max(ALLOWED * max(typical, spread), walk * abs(exact), TINY)
+        # Losses of documents may have both signs, and their sum is rounded as its parts are.
+        size = float(f.abs().sum()) / count
+        allowed = max(ALLOWED * max(typical, spread), walk * size, TINY)
         rows.append(StepLoss(number + 1, own, exact, float(p.sum()) / count, allowed))
     return rows
 

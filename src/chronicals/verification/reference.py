@@ -31,6 +31,7 @@ from chronicals.models import SCORE, beside_text, is_within, score_of
 from chronicals.models.classifier import classifier_of
 from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_router_loss
 from chronicals.objectives import Objective, ScoredDocument
+from chronicals.objectives.terms import AnswerFacts
 from chronicals.quantization import packed_experts
 from chronicals.verification.comparison import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
@@ -55,12 +56,14 @@ class MaskedDocument(NamedTuple):
     Attributes:
         ids, trained: as ``TokenStore.whole_document`` returns them.
         side, label: values of these columns of the store.
+        answer: of an answer that the model has drawn.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     side: int = 0
     label: int = -1
+    answer: AnswerFacts | None = None
 
 
 Item = list[MaskedDocument]
@@ -326,7 +329,12 @@ class PlainArm:
                 targets = ids[row, 1:][at]
                 theirs = {name: other[row, :-1][at] for name, other in frozen.items()}
                 one = ScoredDocument(
-                    logits[row, :-1][at], targets, theirs, document.side, document.label
+                    logits[row, :-1][at],
+                    targets,
+                    theirs,
+                    document.side,
+                    document.label,
+                    answer=document.answer,
                 )
                 scored.append(one)
         rest = iter(scored)

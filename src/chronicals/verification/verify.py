@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import ModelShape, check_positions, embedding_table, has_4bit_layers
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
+from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.quantization.bitsandbytes import has_foreign_layers
@@ -53,6 +55,7 @@ from chronicals.training.preparation import (
     fit_vocabulary,
     one_device,
     open_stores,
+    readable_again,
 )
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.session import prepare_session
@@ -74,6 +77,7 @@ from chronicals.verification.comparison import (
     plain_name,
     rounding_walk,
 )
+from chronicals.verification.drawn_steps import DrawnSteps
 from chronicals.verification.machine import version_of
 from chronicals.verification.quantised import rounded_experts, rounded_layer
 from chronicals.verification.reference import (
@@ -209,6 +213,23 @@ def verify(
             field.
         DataError: the data would make training wrong.
     """
+    with ExitStack() as closing:
+        return _verify(
+            model, tokenizer, config, train_dataset, eval_dataset, steps, progress, closing
+        )
+
+
+def _verify(
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    train_dataset: RowSource,
+    eval_dataset: RowSource | None,
+    steps: int,
+    progress: Callable[[int, int], None] | None,
+    closing: ExitStack,
+) -> Verification:
+    """Compare, as ``verify``; ``closing`` ends what the run has started."""
     if not FEWEST <= steps <= _MOST:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {_MOST}")
     require_one_process("verify")
@@ -226,14 +247,31 @@ def verify(
     prepare_routers(model, None)  # their losses are in no arm
     config, notes = _exactly(model, config)
     embedding_rows = embedding_table(model).shape[0]
-    store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
-    check_positions(model, store.longest)
-    plan = plan_epoch(store, config)
-    config = with_token_ids(
-        fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer
+    if objective.draws_answers:
+        train_dataset = readable_again(train_dataset)
+    store, _ = open_stores(
+        train_dataset,
+        eval_dataset,
+        embedding_rows,
+        tokenizer,
+        config,
+        Mesh(),
+        answer_tokens=objective.answer_tokens,
     )
+    check_positions(model, store.longest + objective.answer_tokens)
+    plan = plan_epoch(store, config)
+    config = with_token_ids(fit_learning_rate(config, Mesh(), model), tokenizer)
+    drawn = None
+    if isinstance(objective, PolicyGradient):
+        drawn = closing.enter_context(
+            DrawnSteps.of(model, tokenizer, config, objective, train_dataset)
+        )
+        config = drawn.run.fitted(config, store, Mesh())
+        total = drawn.run.total_steps(config, store)
+    else:
+        config = fit_batch(config, plan, Mesh())
+        total = Length.of(config, plan).steps
     filler = filler_token(tokenizer, embedding_rows)
-    total = Length.of(config, plan).steps
     if total < steps:
         there = (
             f"{total} steps in num_epochs={config.epochs}"
@@ -251,12 +289,18 @@ def verify(
         path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)
     ).beside(store)
     (store,) = with_frozen_columns([store], path.session.objective, model, tokenizer, config)
-    stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
+    stored = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     arms.follow(path, objective.for_definition(tokenizer), notes)
     compared = _Comparison(path, arms, scheduled_rates(config, total), device)
     with path.stepping(), checkpoints_end_with_errors():
+        if drawn is not None:
+            drawn.begin(path.session, store, filler)
+        stream = stored if drawn is None else drawn.steps
         for number, step in enumerate(stream.steps(count=steps)):
-            compared.one_step(step, number, step_items(store, stream, step.began))
+            items = (
+                step_items(store, stored, step.began) if drawn is None else drawn.items(step.began)
+            )
+            compared.one_step(step, number, items)
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))

@@ -223,6 +223,7 @@ class RolloutRun:
         store: TokenStore,
         padding_token_id: int,
         limited: Callable[[], AbstractContextManager[None]],
+        writes_samples: bool = True,
     ) -> Callable[[ChronicalsConfig], RolloutSteps]:
         """Return a function that makes the steps of the run for a configuration."""
         given = self.objective.settings
@@ -238,7 +239,7 @@ class RolloutRun:
                 session.presented, session.precision, packs, session.ranks, limited
             )
             maker = RolloutMaker(self.objective, draws, scoring, passes, normalises_first)
-            if session.ranks.writer:
+            if session.ranks.writer and writes_samples:
                 maker.samples = SamplesFile(config.output_dir)
             return RolloutSteps(rows, given, config, maker.rollout, packs, held)
 

@@ -126,7 +126,7 @@ class RolloutSteps:
         while count is None or done < count:
             began = state
             rollout = self._rollout(number)
-            batches, counts = self.packs.batches(self._groups(rollout, update), update)
+            batches, counts = self.packs.batches(self.groups(began), update)
             update += 1
             if update == self.steps_a_rollout:
                 number += 1
@@ -172,12 +172,14 @@ class RolloutSteps:
             self._known_order = epoch, order
         return int(self._known_order[1][within])
 
-    def _groups(self, rollout: Rollout, update: int) -> list[Group]:
-        """Return the prompts and answers of a rollout's step."""
+    def groups(self, state: Mapping[str, Any] | None) -> list[Group]:
+        """Return the prompts and answers of the step that begins at ``state``."""
         given = self.given
+        number = 0 if state is None else state[NEXT]
+        update = 0 if state is None else state[UPDATE]
         first = update % given.updates * given.prompts
         places = range(first, first + given.prompts)
-        return groups_of(self.rows, rollout, places, given.truncated == "mask")
+        return groups_of(self.rows, self._rollout(number), places, given.truncated == "mask")
 
 
 class HeldOutSteps:
