@@ -10,7 +10,8 @@ enough for 512 new tokens they make as many as ``--peer-tokens``, and ours runs 
 
 A step's floor is what it must read and multiply, at the rates of the card (``chronicals doctor
 --rates``): for each product the longer of its weight's bytes at the copy rate and its FLOPs at the
-product rate, keys and values of all sequences (a shared prompt once), and the logits.
+product rate, keys and values of all sequences (a shared prompt once), and the logits. Beside it
+stands the floor with the time of an empty node of a graph for each kernel of a step.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ from typing import Any
 
 import torch
 import transformers
+import triton
 from recipes_on_card import GIB, forked, machine, model_of, shape_of
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from chronicals.benchmark.shapes import zipf_ids
 from chronicals.cards import BF16, Rates
 from chronicals.generation import Engine, EngineSettings, Request, Sampling
+from chronicals.generation.call import LOGIT_ROWS
 from chronicals.models import quantise_layers
 from chronicals.patching import patch_parts
 from chronicals.quantization import NF4
@@ -120,7 +125,11 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    nodes = {}
+    if arm == "ours" and torch.cuda.is_available():
+        nodes = {"kernels": kernels_of_step(call, row), "empty_node": empty_node_seconds()}
     return {
+        **nodes,
         "row": row.name,
         "arm": arm,
         "new": new,
@@ -129,6 +138,39 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
         "tokens_per_second": made / seconds,
         "peak": peak,
     }
+
+
+def kernels_of_step(call: Any, row: Row) -> int:
+    """Return the kernels of a decode step, between the last two groups of draws of a call."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call(3 * WARM)
+        torch.cuda.synchronize()
+    events = [one for one in profiled.events() if one.device_type == DeviceType.CUDA]
+    events.sort(key=lambda one: one.time_range.start)
+    draws = [place for place, one in enumerate(events) if "_pick_kernel" in one.name]
+    of_step = -(-row.sequences // LOGIT_ROWS)
+    return draws[-1] - draws[-1 - of_step]
+
+
+@triton.jit
+def _nothing_kernel():
+    pass
+
+
+def empty_node_seconds(count: int = 1000) -> float:
+    """Return the seconds that a node of a graph takes which does nothing."""
+    graph = torch.cuda.CUDAGraph()
+    _nothing_kernel[(1,)]()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            _nothing_kernel[(1,)]()
+    graph.replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000 / count
 
 
 def ours(model: Any, row: Row, prompts: list[list[int]]) -> Any:
@@ -230,7 +272,12 @@ def with_floor(result: dict[str, Any], row: Row, tiny: bool, rates: Rates) -> di
     prompt = 32 if tiny else PROMPT
     new = result["new"]
     step = floor_of_step(row, shape, rates, prompt + new / 2, prompt)
-    return {**result, "floor_seconds": new * step, "share": new * step / result["seconds"]}
+    seconds = result["seconds"]
+    found = {**result, "floor_seconds": new * step, "share": new * step / seconds}
+    if "kernels" in result:
+        nodes = result["kernels"] * result["empty_node"]
+        found["share_with_nodes"] = new * (step + nodes) / seconds
+    return found
 
 
 def main() -> None:
@@ -281,6 +328,11 @@ def line_of(key: str, result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{key}: {result['error'][:300]}"
     share = f", {result['share']:.0%} of the floor" if "share" in result else ""
+    if "share_with_nodes" in result:
+        share += (
+            f", {result['share_with_nodes']:.0%} with {result['kernels']} nodes of "
+            f"{result['empty_node'] * 1e6:.1f} us"
+        )
     return (
         f"{key}: {result['tokens_per_second']:,.0f} tokens/s, {result['tokens']:,} tokens in "
         f"{result['seconds']:.1f} s, {result['peak'] / GIB:.1f} GiB{share}"

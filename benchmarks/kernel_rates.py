@@ -66,6 +66,7 @@ from chronicals.kernels.grouped_product import (
     grouped_product,
     grouped_weight_gradient,
 )
+from chronicals.kernels.invariant_product import invariant_product
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -77,7 +78,11 @@ from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference
-from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
+from chronicals.kernels.paged_attention import (
+    SharedKeys,
+    paged_attention,
+    paged_attention_reference,
+)
 from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -1056,6 +1061,48 @@ def attention_over_pages():
             bytes=2 * seen * (width if latent else width + value),
             error=pair_of_errors,
         )
+    yield shared_prompts()
+
+
+def shared_prompts() -> Row:
+    """512 answers of 64 prompts of 512 keys, and as many keys of their own: shared keys once,
+    beside every answer's own.
+    """
+    sequences, members, prompt, own, size = 512, 8, 512, 512, 16
+    heads, key_heads, width = 32, 8, 128
+    keys, values = (random(40_000, size, key_heads, width) for _ in range(2))
+    q = random(sequences, heads, width)
+    table = torch.randperm(len(keys), device="cuda")[: sequences * 64].view(sequences, 64)
+    whole = prompt // size
+    table[:, :whole] = table[::members, :whole].repeat_interleave(members, 0)
+    lengths = torch.full((sequences,), prompt + own, device="cuda")
+    teams = torch.arange(sequences, dtype=torch.int32, device="cuda").view(-1, members)
+    counts = torch.full((sequences,), prompt, dtype=torch.int32, device="cuda")
+    shared = SharedKeys(teams, counts[: len(teams)], counts)
+    call = partial(paged_attention, q, keys, values, table, lengths, scale=width**-0.5)
+    read = sequences * own + len(teams) * prompt
+    return Row(
+        "paged_attention 64 x 8, 512 + 512",
+        {"ours": partial(call, shared=shared), "each its own": call},
+        bytes=2 * read * key_heads * 2 * width,
+    )
+
+
+def products_of_fixed_tiles():
+    """``invariant_product`` of the MLP of an 8B: rows of a decoding step and of a prefill pass."""
+    weight = random(14336, 4096).mT
+    for rows in (8, 64, 512, 4096):
+        x = random(rows, 4096)
+        exact = x[:8].double() @ weight.double()
+        pair_of_errors = tuple(
+            relative(function(x[:8], weight), exact) for function in (invariant_product, torch.mm)
+        )
+        yield Row(
+            f"invariant_product {rows} rows",
+            {"ours": partial(invariant_product, x, weight), "torch": partial(torch.mm, x, weight)},
+            bytes=2 * (x.numel() + weight.numel() + rows * 14336),
+            error=pair_of_errors,
+        )
 
 
 def draws_of_tokens():
@@ -1220,6 +1267,7 @@ GROUPS = {
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,
+    "invariant_product": products_of_fixed_tiles,
     "token_draws": draws_of_tokens,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,

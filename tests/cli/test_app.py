@@ -428,7 +428,9 @@ def test_prompts_of_a_file_are_answered(trained, within, place):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert found[0]["answers"][0]["text"] == once.stdout.strip()
     drawn = *asked, "--temperature", 1.5, "--answers", 3, "--output", "answers.jsonl"
-    assert within(*drawn, "--min-p", 0.01, "--cache-memory", "100MiB").stdout == ""
+    others = "--min-p", 0.01, "--cache-memory", "100MiB", "--generation-exact"
+    answered = within(*drawn, *others)
+    assert answered.code == 0 and answered.stdout == "", answered.stderr
     rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
     assert [len(row["answers"]) for row in rows] == [3, 3]
     assert all(answer["log_probability"] < 0 for row in rows for answer in row["answers"])

@@ -1,5 +1,6 @@
 """None"""
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,8 @@ import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import (
     Chat,
+    EngineSettings,
+    NotExact,
     Trained,
     generate,
     generate_answer,
@@ -340,6 +343,9 @@ def test_what_the_engine_cannot_serve_is_generated_by_transformers_and_named_onc
     assert len({(*answer.tokens,) for one in answers for answer in one}) == 4
     named = [record.message for record in caplog.records if "MambaForCausalLM" in record.message]
     assert sum("generates by transformers, an answer at a time" in text for text in named) == 1
+    exact = dataclasses.replace(trained, engine_settings=EngineSettings(generation_exact=True))
+    with pytest.raises(NotExact, match="^generation_exact=True: MambaForCausalLM generates by"):
+        generate_many(exact, [[5, 6, 7]], 6)
     late = generate_many(trained, [[5, 6, 7], [8, 9]], 6, seconds=0.0)
     assert [(len(one.tokens), one.ended) for (one,) in late] == [(1, "time"), (0, "time")]
 

@@ -1,6 +1,7 @@
 """Generation and the packed forward pass give the same bits."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from chronicals.generation.exact import NotExact, exact_passes, packed_log_proba
 from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.patching import fuse_weights, patch_model, patch_parts
+from interpreted import kernels_run
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
 NEW = 20
@@ -73,10 +77,25 @@ def test_qwen_gives_the_same_bits():
     assert torch.equal(of_generation(answers), packed(qwen, asked, answers))
 
 
-def test_gradients_go_through_the_packed_pass(model):
+@pytest.mark.slow
+def test_adapters_give_the_same_bits(model):
+    adapted = apply_lora(copy.deepcopy(model), LoRAConfig(rank=4, dropout=0.0)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    asked = requests((3, 17))
+    answers = Engine(adapted, EngineSettings(generation_exact=True)).generate(asked)
+    assert torch.equal(of_generation(answers), packed(adapted, asked, answers))
+    assert not torch.equal(of_generation(answers), packed(model, asked, answers))
+
+
+@pytest.mark.parametrize("kernels", [nullcontext, kernels_run], ids=["plain", "kernels"])
+def test_gradients_go_through_the_packed_pass(model, kernels):
     batch = families.documents_batch()
     trained = copy.deepcopy(model)
-    packed_log_probabilities(trained, batch).sum().backward()
+    with kernels():
+        packed_log_probabilities(trained, batch).sum().backward()
     ours = [parameter.grad for parameter in trained.parameters()]
     trained.zero_grad()
     total = 0
@@ -95,7 +114,7 @@ def test_what_is_not_proved_is_refused_with_its_reason(model):
     settings = EngineSettings(generation_exact=True)
     half = copy.deepcopy(model).bfloat16()
     with pytest.raises(
-        NotExact, match="^generation_exact=True: .* is bfloat16, and only fp32 is p"
+        NotExact, match="^generation_exact=True: .* is bfloat16, and on the CPU only fp32"
     ):
         Engine(half, settings).generate(asked)
     latent = families.routed("DeepseekV3").eval()
@@ -122,3 +141,31 @@ def test_a_rows_bits_do_not_depend_on_rows_beside_it():
     for place, (product, function) in zip(places, alone):
         assert torch.equal(product[0], products[place])
         assert torch.equal(function, functions[place, :93])
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("patched", ["as it is", "parts", "whole layers"])
+def test_in_bf16_kernels_give_the_same_bits(family, patched, device):
+    """Biases, norms of queries and keys, windows, chunks of prompts."""
+    half = (
+        families.build(family, sliding_window=8) if family == "mistral" else families.build(family)
+    )
+    half = half.to(device, torch.bfloat16).eval()
+    half.generation_config.eos_token_id = None
+    asked = [
+        Request([5, 6, 7], 3),
+        Request(list(range(9, 22)), 2, Sampling(1.0), number=1),
+        Request(list(range(3, 8)), 2, Sampling(1.5), number=2),
+    ]
+    with kernels_run():
+        if patched == "parts":
+            patch_model(half)
+        elif patched == "whole layers":
+            patch_parts(half, whole_layers=True)
+            fuse_weights(half)
+        settings = EngineSettings(generation_exact=True, page_size=4, chunk_tokens=7, slots=2)
+        answers = Engine(half, settings).generate(asked)
+        assert torch.equal(of_generation(answers), packed(half, asked, answers).cpu())

@@ -173,6 +173,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
         "paged_attention": attention_over_pages,
+        "invariant_product": products_of_fixed_tiles,
         "token_draws": draws_of_tokens,
     }
     for rank in (0, 8, 64):
@@ -354,6 +355,7 @@ def attention_over_pages() -> None:
         sinks = torch.zeros(heads)
         for of_scores in ({}, {"sinks": sinks, "window": 100, "softcap": 30.0}):
             paged_attention(q, k, v, table, lengths, scale=0.1, **of_scores)
+            paged_attention(q, k, v, table, lengths, scale=0.1, splits=1, **of_scores)
         members = most_members(heads, key_heads, value)
         if members > 1:
             teams = torch.zeros(4, members, dtype=torch.int32)
@@ -362,6 +364,17 @@ def attention_over_pages() -> None:
             paged_attention(q, k, v, table, lengths, scale=0.1, shared=shared)
         if width == value:
             write_pages(k[:, 0], v[:, 0], k, k.clone(), lengths)
+
+
+def products_of_fixed_tiles() -> None:
+    """Weights in 16 and 32 bit, in both orders, and sums of rows."""
+    from chronicals.kernels.invariant_product import invariant_product
+
+    for dtype in (HALF, torch.float32):
+        x = torch.zeros(5, 896, dtype=dtype)
+        for w in (torch.zeros(512, 896, dtype=dtype).mT, torch.zeros(896, 512, dtype=dtype)):
+            invariant_product(x, w)
+        invariant_product(x, torch.zeros(896, 1, dtype=dtype))
 
 
 def draws_of_tokens() -> None:

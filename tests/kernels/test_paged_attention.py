@@ -207,6 +207,20 @@ def test_what_lies_behind_the_end_is_not_read_by_the_kernel(device):
     assert torch.equal(before, paged_attention(q, k, v, table, lengths, scale=0.3))
 
 
+def test_one_split_gives_a_sequence_the_same_bits_alone_and_among_others(device):
+    """With more keys than a split of its own is worth."""
+    lengths = (1200, 1, 700, 90)
+    q, k, v, table, of_rows = drawn((4, 2, 16, 16), lengths, torch.bfloat16, device, page=16)()
+    options = {"scale": 0.3, "splits": 1}
+    together = paged_attention(q, k, v, table, of_rows, **options)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = paged_attention(q[one], k, v, table[one], of_rows[one], **options)
+        assert torch.equal(alone[0], together[row])
+    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None).splits > 1
+    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None, 1).splits == 1
+
+
 def test_a_launch_is_chosen_by_static_sizes():
     q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
     k = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)

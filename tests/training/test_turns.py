@@ -1,6 +1,7 @@
 """A model answers and trains in turns: memory does not grow, and each has what the other gave back."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,17 @@ import families
 import runs
 import tiny
 from chronicals.batch import IGNORED, Batch
+from chronicals.config import ConfigurationError
 from chronicals.data.packs.steps import Step
-from chronicals.generation import Engine, EngineSettings, Request, Sampling
+from chronicals.generation import (
+    Engine,
+    EngineSettings,
+    Request,
+    Sampling,
+    packed_log_probabilities,
+)
 from chronicals.objectives import build_objective
-from chronicals.training import TrainingError
+from chronicals.training import ChronicalsTrainer, TrainingError
 from chronicals.training.rollouts import turns as module
 from chronicals.training.rollouts.turns import Turns
 from chronicals.training.session import prepared
@@ -135,6 +143,49 @@ def test_a_class_that_takes_padded_rows_is_named(tmp_path):
     with trained(tmp_path, model) as session, pytest.raises(TrainingError) as error:
         Turns(session)
     assert str(error.value).startswith("MambaForCausalLM cannot generate between steps: ")
+
+
+@pytest.mark.slow
+def test_rollouts_of_a_run_are_exact_where_it_asks(tmp_path):
+    """The log-probabilities of a rollout are those of the packed pass, bit for bit."""
+    model = tiny.llama(eos_token_id=None)
+    with trained(tmp_path, model, generation_exact=True) as session:
+        session.train_once(step())
+        asked = requests(new=20)
+        exact, usual = (
+            turns.generate(asked) for turns in (Turns(session), Turns(session, SETTINGS))
+        )
+        for answers, is_exact in ((exact, True), (usual, False)):
+            equal = list[bool]()
+            for request, group in zip(asked, answers):
+                ids = torch.tensor([*request.prompt, *group[0].tokens])
+                batch = families.hand_made_batch([ids])
+                with session.presented.attending_as_before(), torch.no_grad():
+                    chosen = packed_log_probabilities(session.model, batch)
+                ours = torch.tensor(group[0].full_log_probabilities)
+                equal.append(torch.equal(ours, chosen[len(request.prompt) - 1 : -1]))
+            assert all(equal) == is_exact
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        (partial(families.routed, "DeepseekV3"), {}, "DeepseekV3ForCausalLM: latent attention"),
+        (partial(families.build, "mamba"), {}, "MambaForCausalLM: "),
+        (
+            tiny.llama,
+            {"mixed_precision": "bf16"},
+            "LlamaForCausalLM: mixed_precision='bf16', and only fp32 on the CPU is proved",
+        ),
+    ],
+    ids=["latents", "recurrent", "precision"],
+)
+def test_a_run_that_cannot_be_exact_is_refused_by_name(tmp_path, model, changes, message):
+    usual = {"mixed_precision": "fp32", "use_lora": False, "generation_exact": True}
+    config = runs.config(tmp_path, **{**usual, **changes})
+    trainer = ChronicalsTrainer(model(), tiny.tokenizer(), config)
+    with pytest.raises(ConfigurationError, match="^generation_exact=True: .*" + message):
+        trainer.train(tiny.chat_rows(8))
 
 
 @pytest.mark.gpu

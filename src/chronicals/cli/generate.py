@@ -44,6 +44,14 @@ def generate_command(
             "need, at most a quarter of what is free)",
         ),
     ] = None,
+    generation_exact: Annotated[
+        bool,
+        typer.Option(
+            "--generation-exact",
+            help="Log-probabilities of the same bits as the packed pass has, whatever is answered "
+            "together",
+        ),
+    ] = False,
     system: Annotated[
         str | None,
         typer.Option(
@@ -107,9 +115,11 @@ def generate_command(
     warn_of_other_processes("generate")
     _check_prompts(prompts, prompt, system, output, answers, temperature)
     trained = load_trained(model, base_model, trust_remote_code)
+    sizes = EngineSettings(generation_exact=generation_exact)
     if cache_memory is not None:
         size: dict[str, Any] = {"cache_memory": cache_memory}  # a text, which the field reads
-        sizes = EngineSettings(cache_memory=ChronicalsConfig(**size).cache_bytes)
+        sizes = replace(sizes, cache_memory=ChronicalsConfig(**size).cache_bytes)
+    if sizes != EngineSettings():
         trained = replace(trained, engine_settings=sizes)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,

@@ -531,6 +531,11 @@ class ChronicalsConfig:
         "answers), in GB: 2, 2GB or 512MiB (default: what training's peak leaves, or what a step "
         "gives back)",
     )
+    generation_exact: bool = Field(
+        default=False,
+        description="Where a run generates, give the same bits as packed_log_probabilities "
+        "(docs/generation.md), which takes longer: in 16 bits on a card, in fp32 on the CPU",
+    )
     check_memory: bool = Field(
         default=True,
         description="End the run before its first step where it is expected to hold more than the "

@@ -10,7 +10,7 @@ from chronicals.generation.answer import (
     prompt_ids,
 )
 from chronicals.generation.engine import Engine, free_memory, why_not_served
-from chronicals.generation.exact import NotExact, packed_log_probabilities
+from chronicals.generation.exact import NotExact, packed_log_probabilities, why_layers_not_exact
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
@@ -32,6 +32,7 @@ __all__ = [
     "load_trained",
     "packed_log_probabilities",
     "prompt_ids",
+    "why_layers_not_exact",
     "why_not_served",
 ]
 

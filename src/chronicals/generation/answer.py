@@ -22,6 +22,7 @@ from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.generation.engine import Engine, answer_keys, why_not_served
+from chronicals.generation.exact import NotExact
 from chronicals.generation.requests import Answer, Ending, Request, new_tokens_within
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
@@ -310,6 +311,11 @@ def generate_many(
     longest = max(map(len, prompts)) + max_new_tokens
     if served_by_engine(model, choice, longest):
         found = trained.engine.generate(requests, each, seconds)
+    elif trained.engine_settings.generation_exact:
+        raise NotExact(
+            f"generation_exact=True: {type(model).__name__} generates by transformers; generate "
+            "without it"
+        )
     else:
         found = _one_at_a_time(trained, requests, choice, each, seconds)
     if any(answer.ended == "positions" for of_prompt in found for answer in of_prompt):

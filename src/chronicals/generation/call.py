@@ -205,7 +205,8 @@ class Call:
         written = self._in_layers(as_tensor(places))
         over: Pass
         if self.settings.generation_exact:
-            over = ExactPass(self._layers, self._latents, written, self._exact_keys(chunks))
+            each = self._exact_tables(chunks)
+            over = ExactPass(self._layers, self._latents, written, *each)
         else:
             over = PrefillPass(
                 self._layers,
@@ -239,14 +240,16 @@ class Call:
             found[size] = ChunkKeys(at, cu, max(counts))
         return found
 
-    def _exact_keys(self, chunks: Sequence[Chunk]) -> list[dict[int | None, Tensor]]:
-        """Return where the keys of each token of chunks are."""
-        found = list[dict[int | None, Tensor]]()
+    def _exact_tables(self, chunks: Sequence[Chunk]) -> tuple[dict[int | None, Tensor], Tensor]:
+        """Return block tables ``[T, L]`` and numbers of keys of each token of chunks."""
+        width = _power_of_two(max(len(chunk.of.pages) for chunk in chunks))
+        table = list[list[int]]()
+        lengths = list[int]()
         for chunk in chunks:
-            held = self._as_tensor(self._places(chunk.of.pages, 0, chunk.end))
-            for place in range(chunk.start, chunk.end):
-                found.append(self._in_layers(held[: place + 1]))
-        return found
+            pages = chunk.of.pages
+            table += [pages + [SCRATCH_PAGE] * (width - len(pages))] * (chunk.end - chunk.start)
+            lengths += range(chunk.start + 1, chunk.end + 1)
+        return self._pool.in_layers(self._as_tensor(table)), self._as_tensor(lengths)
 
     def _first_tokens(self, began: Sequence[Sample]) -> Look:
         """Draw the first token of answers from the last hidden states of their prompts."""
@@ -282,12 +285,12 @@ class Call:
         size = self.settings.page_size
         page = slots.pages.gather(1, (slots.positions // size)[:, None])[:, 0]
         places = self._in_layers(page * size + slots.positions % size)
+        tables = self._pool.in_layers(slots.pages)
+        lengths = slots.positions + 1
         over: Pass
         if self.settings.generation_exact:
-            over = ExactPass(self._layers, self._latents, places, self._keys_of(slots))
+            over = ExactPass(self._layers, self._latents, places, tables, lengths)
         else:
-            tables = self._pool.in_layers(slots.pages)
-            lengths = slots.positions + 1
             over = DecodePass(self._layers, self._latents, places, tables, lengths, slots.shared)
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
@@ -296,13 +299,6 @@ class Call:
         if slots.seen is not None:
             slots.seen.scatter_(1, drawn.tokens[:, None], True)
         return drawn
-
-    def _keys_of(self, slots: Slots) -> list[dict[int | None, Tensor]]:
-        """Return where the keys of each answer are, the new token's included."""
-        size = self.settings.page_size
-        places = slots.pages[:, :, None] * size + torch.arange(size, device=self._device)
-        lengths = (slots.positions + 1).tolist()
-        return [self._in_layers(at[:length]) for at, length in zip(places.flatten(1), lengths)]
 
     def _draw(self, states: Tensor, slots: Slots, positions: Tensor) -> Drawn:
         """Draw from the logits of hidden states ``[N, D]``, some rows at a time."""

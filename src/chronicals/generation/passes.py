@@ -206,7 +206,7 @@ class Probe:
             sizes = replace(sizes, heads=1, key=key, value=latent, latent=latent)
         self.sizes[module] = sizes
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
-        return _attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
+        return attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
 
 
 @dataclass(frozen=True)
@@ -290,11 +290,11 @@ class PrefillPass(PagedPass):
     ) -> Tensor:
         """Return the attention of the chunks to their sequences."""
         if self.keys is None:
-            return _attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
+            return attend_documents(q_THD, k_TKD, v_TKV, scores, self.cu_q, self.longest_q)
         keys = self.keys[pages.window]
         k_TKD, v_TKV = pages.read(keys.places)
         bounds = self.cu_q, self.longest_q, keys.cu, keys.longest
-        return _attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
+        return attend_documents(q_THD, k_TKD, v_TKV, scores, *bounds)
 
 
 @dataclass(frozen=True)
@@ -329,7 +329,7 @@ class DecodePass(PagedPass):
         )
 
 
-def _attend_documents(
+def attend_documents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -339,6 +339,7 @@ def _attend_documents(
     cu_k: Tensor | None = None,
     longest_k: int | None = None,
 ) -> Tensor:
+    """Return causal attention within documents, by the backend that is chosen for training."""
     return document_attention(
         q,
         k,

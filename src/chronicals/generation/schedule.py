@@ -42,7 +42,8 @@ class EngineSettings:
         steps_a_look: steps between two looks of the host at what was drawn; tokens behind an
             answer's end are dropped. By default 1, and ``STEPS_OF_GRAPHS`` where they are graphs.
         use_cuda_graphs: replay decode steps on a card.
-        generation_exact: give the same bits as ``packed_log_probabilities``; in fp32 on the CPU.
+        generation_exact: give the same bits as ``packed_log_probabilities``; in 16 bits on a card,
+            in fp32 on the CPU.
     """
 
     cache_memory: int | None = None

@@ -121,7 +121,12 @@ class PagedLaunch:
 
 
 def _launch(
-    q_NHD: Tensor, k_PSKD: Tensor, value: int, most_keys: int, window: int | None
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    value: int,
+    most_keys: int,
+    window: int | None,
+    splits: int | None = None,
 ) -> PagedLaunch:
     """Choose the launch from static sizes, so that it never depends on the sequences' lengths.
 
@@ -131,6 +136,7 @@ def _launch(
         value: width of a value.
         most_keys: keys that the block table has room for.
         window: keys that a query attends to at most, or None.
+        splits: programs a sequence; by default chosen.
     """
     sequences, heads, width = q_NHD.shape
     key_heads = k_PSKD.shape[2]
@@ -141,6 +147,8 @@ def _launch(
     keys = max(16, min(64, VALUES_AT_ONCE // wide))
     whole = width <= 128 or width % 128 == 0
     channels = max(16, min(128, next_power_of_2(width))) if whole else 64
+    if splits is not None:
+        return PagedLaunch(rows, keys, channels, splits, warps=4)
     programs = sequences * key_heads * triton.cdiv(heads // key_heads, rows)
     wanted = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(q_NHD.device) // max(programs, 1)
     useful = min(most_keys, window or most_keys) // KEYS_OF_A_SPLIT
@@ -478,6 +486,7 @@ def _paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    splits: int | None,
 ) -> Tensor:
     """Launch the kernels."""
     out = q.new_empty(*q.shape[:2], v.shape[3])
@@ -487,7 +496,7 @@ def _paged_attention(
     groups = heads // key_heads
     if not sequences:
         return out
-    launch = _launch(q, k, value, pages.shape[1] * page_size, window)
+    launch = _launch(q, k, value, pages.shape[1] * page_size, window, splits)
     shared = None if teams is None else _shared_launch(q, k, launch, teams)
     values = max(16, next_power_of_2(value))
     count = launch.splits + (0 if shared is None else shared.splits)
@@ -584,6 +593,7 @@ def _output(
     scale: float,
     window: int | None,
     softcap: float | None,
+    splits: int | None,
 ) -> Tensor:
     """Allocate the output."""
     return q.new_empty(*q.shape[:2], v.shape[3])
@@ -608,6 +618,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     shared: SharedKeys | None = None,
+    splits: int | None = None,
 ) -> Tensor:
     """Compute the attention of one query of each sequence, ``[N, H, V]``; without a gradient.
 
@@ -626,6 +637,9 @@ def paged_attention(
         softcap: scores become ``softcap · tanh(score / softcap)``.
         shared: which sequences share pages, which are read once for all of a team; a window leaves
             each sequence another part of them, so with one it is ignored.
+        splits: programs among which the keys of a sequence are split, a power of 2 up to
+            ``MOST_SPLITS``; by default as many as fill the card. With a fixed number the bits of a
+            sequence depend on its own query and keys only.
     """
     trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q_NHD, k_PSKD, v_PSKV))
     has_kernel = _holds(v_PSKV) and pages_NL.stride(1) == 1 and pages_NL.shape[1] > 0
@@ -634,7 +648,17 @@ def paged_attention(
         if shared is not None and window is None:
             in_teams = shared.teams, shared.lengths, shared.starts
         return _paged_attention(  # type: ignore[no-any-return]
-            q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, sinks, *in_teams, scale, window, softcap
+            q_NHD,
+            k_PSKD,
+            v_PSKV,
+            pages_NL,
+            lengths_N,
+            sinks,
+            *in_teams,
+            scale,
+            window,
+            softcap,
+            splits,
         )
     return paged_attention_reference(
         q_NHD,

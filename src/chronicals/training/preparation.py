@@ -25,6 +25,7 @@ from chronicals.data import (
     stop_token_ids,
 )
 from chronicals.distributed import Mesh
+from chronicals.generation import why_layers_not_exact, why_not_served
 from chronicals.models import embedding_table, input_device
 from chronicals.models.loading import RUNS_ON
 from chronicals.objectives import OBJECTIVES
@@ -339,3 +340,22 @@ def with_trained_rows(model: Any, config: ChronicalsConfig, new: range) -> Chron
             *(number for number in new if number not in given.get(name, [])),
         ]
     return config.fitted(lora_trainable_tokens=tokens or None)
+
+
+def check_exact_generation(config: ChronicalsConfig, model: Any, device: torch.device) -> None:
+    """Check that a run with ``generation_exact`` can generate so.
+
+    Raises:
+        ConfigurationError: the class of the model or the precision does not allow it.
+    """
+    if not config.generation_exact:
+        return
+    reason = why_not_served(model, config.max_seq_length) or why_layers_not_exact(model)
+    on_card = device.type == "cuda"
+    if not reason and on_card == (config.mixed_precision == "fp32"):
+        proved = "16 bits on a card (mixed_precision='bf16')" if on_card else "fp32 on the CPU"
+        reason = f"mixed_precision={config.mixed_precision!r}, and only {proved} is proved"
+    if reason:
+        raise ConfigurationError(
+            f"generation_exact=True: not possible for {type(model).__name__}: {reason}; leave it out"
+        )

@@ -36,6 +36,7 @@ from chronicals.training.errors import CheckpointError, TrainingError
 from chronicals.training.preparation import (
     RowSource,
     check_class,
+    check_exact_generation,
     check_precision,
     check_tokenizer,
     fit_vocabulary,
@@ -209,6 +210,7 @@ class ChronicalsTrainer:
         model = self.model
         if self.device.type == "cuda":
             identify_compiler()
+        check_exact_generation(self.config, model, self.device)
         if isinstance(self.objective, PolicyGradient):
             tokens = self.objective.answer_tokens
             check_rollouts(self.config, self.ranks, model, tokens)

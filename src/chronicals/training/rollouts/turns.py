@@ -54,7 +54,9 @@ class Turns:
                 f"{type(session.model).__name__} cannot generate between steps: {reason}; train it "
                 "on data that has its answers"
             )
-        usual = EngineSettings(use_cuda_graphs=config.use_cuda_graphs)
+        usual = EngineSettings(
+            use_cuda_graphs=config.use_cuda_graphs, generation_exact=config.generation_exact
+        )
         self.session = session
         self.settings = settings or usual
 

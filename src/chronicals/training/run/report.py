@@ -253,7 +253,11 @@ class Samples:
         Empty, with a log message, if the model cannot generate.
         """
         memory = cache_memory(self.config, input_device(self.asked.model), planned)
-        settings = EngineSettings(memory, use_cuda_graphs=self.config.use_cuda_graphs)
+        settings = EngineSettings(
+            memory,
+            use_cuda_graphs=self.config.use_cuda_graphs,
+            generation_exact=self.config.generation_exact,
+        )
         asked = dataclasses.replace(self.asked, engine_settings=settings)
         try:
             found = generate_many(asked, prompts, NEW_TOKENS, seconds=SECONDS)
