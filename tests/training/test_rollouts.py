@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import rollouts
 import runs
 import tiny
+from chronicals.benchmark.plan import plan_work
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.rewards import RewardsFailed
@@ -17,6 +18,7 @@ from chronicals.training import ChronicalsTrainer, TrainingError
 from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.samples import read_samples
+from chronicals.training.run import loop
 from chronicals.training.run.callbacks import read_metrics
 from comparison import equal
 
@@ -153,7 +155,9 @@ def test_columns_and_messages_reach_the_rewards(tmp_path):
 
 @pytest.mark.slow
 def test_a_gap_between_draw_and_pass_stops_the_run_and_names_the_token(tmp_path):
-    words = "step 1: .* differ by more than grpo.max_gap=1e-09 .* most at token .* of answer"
+    words = (
+        "step 1: .* differ by more than grpo.max_gap=1e-09 .* most at token '.*' \\(.* of answer"
+    )
     with pytest.raises(TrainingError, match=words):
         rollouts.train(tmp_path, section={"max_gap": 1e-9}, max_steps=2)
 
@@ -444,3 +448,47 @@ def test_held_out_answers_are_the_likeliest(tmp_path):
     first, second = (rows for rows in rewards.calls if len(rows.prompts) == 5)
     assert first.prompts == [row["prompt"] for row in held_out]
     assert first.completion_ids == second.completion_ids
+
+
+@pytest.mark.slow
+def test_the_largest_possible_step_is_rehearsed_and_changes_nothing(tmp_path, monkeypatch):
+    usual = tmp_path / "usual"
+    rollouts.train(usual, section={"prompts": 4}, max_seq_length=64, batch_size=1)
+    seen = batches_of(monkeypatch)
+    monkeypatch.setattr(loop, "is_limited", lambda device: True)
+    rollouts.train(tmp_path, section={"prompts": 4}, max_seq_length=64, batch_size=1)
+    # One is measured for the plan, the next one is rehearsed.
+    _, largest, *steps = seen
+    longest = max(int(batch.cu_seqlens.diff().max()) for batch in largest)
+    assert len(largest) >= max(map(len, steps)) and len(steps) == 3
+    assert sum(int((batch.targets >= 0).sum()) for batch in largest) == 4 * 4 * 8
+    assert longest <= 64
+    assert runs.trajectory(tmp_path) == runs.trajectory(usual)
+
+
+@pytest.mark.slow
+def test_the_report_shows_answers_and_their_rewards(tmp_path):
+    rollouts.train(tmp_path, rewards=rollouts.Rewards((by_text,)), max_steps=2)
+    first, second, third, fourth = read_samples(tmp_path / "run")
+    assert [line["rollout"] for line in (first, second, third, fourth)] == [0, 0, 1, 1]
+    page = (tmp_path / "run" / "report.html").read_text()
+    for line in (first, fourth):
+        assert line["prompt"] in page and len(line["answers"]) == 4
+        for answer in line["answers"]:
+            assert (
+                answer["reward"] == answer["rewards"]["by_text"] and str(answer["reward"]) in page
+            )
+
+
+@pytest.mark.slow
+def test_prompts_are_shown_as_the_model_gets_them_and_not_benchmarked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny.llama().save_pretrained("tiny")
+    tiny.tokenizer().save_pretrained("tiny")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "why?"}]}\n')
+    flags = ["--model", "tiny", "--objective", "grpo"]
+    shown = CliRunner().invoke(app, ["data", "show", "prompts.jsonl", *flags])
+    assert "row 1: " in shown.output and "0 of them trained" in shown.output
+    with pytest.raises(ConfigurationError, match="objective='grpo': its steps are drawn"):
+        fields = {"objective": "grpo"}
+        plan_work(tmp_path, "tiny", "prompts.jsonl", "full", fields, steps=2, warm_up=0)

@@ -19,6 +19,7 @@ from chronicals.benchmark.shapes import BUILT_IN_DATA, SHAPES
 from chronicals.benchmark.work import DECIDED_FIELDS, DISTILLATION, MODES, DistillationWork, Work
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.model_shape import ModelShape
+from chronicals.objectives import OBJECTIVES
 from chronicals.step_work import DecoderShape, Job, needed_flops
 
 OUR_FIELDS = (
@@ -128,6 +129,12 @@ def _check_fields(mode: str, fields: dict[str, Any], data: str, work_class: type
     """
     if mode not in MODES:
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
+    objective = fields.get("objective")
+    if objective in OBJECTIVES and OBJECTIVES[objective].draws_answers:
+        raise ConfigurationError(
+            f"objective={objective!r}: its steps are drawn in the run, and the arms take the same "
+            "documents; leave it out, or measure generation (benchmarks/generation_rows.py)"
+        )
     if fields.get("use_lora", mode != "full") != (mode != "full"):
         raise ConfigurationError(
             f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two"

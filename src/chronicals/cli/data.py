@@ -213,12 +213,12 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 def _answer(store: TokenStore, number: int) -> str:
     """Describe which answer of its row a document is, and what it shares.
 
-    It is empty for a row with one answer.
+    It is empty for a row with one answer, and for a prompt without one.
     """
     from chronicals.data.kinds.preferences import PAIR_FIELDS
     from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
 
-    if store.items is None:
+    if store.items is None or store.report.are_prompts:
         return ""
     side = int(store.columns[SIDE_COLUMN][number])
     label = int(store.columns[LABEL_COLUMN][number])

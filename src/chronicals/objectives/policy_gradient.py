@@ -285,6 +285,7 @@ class PolicyGradient(WithReference):
         super().__init__(settings, *(() if chunk_size is None else (chunk_size,)))
         self._largest = torch.zeros(len(GAP_FIELDS))
         self._gaps = deque[Tensor](maxlen=2)
+        self._tokenizer: Any = None
 
     @property
     def answer_tokens(self) -> int:
@@ -511,6 +512,7 @@ class PolicyGradient(WithReference):
         """Make room for the largest gap of a step on the device of the model."""
         super().prepare(model, tokenizer, config)
         self.section = config.objective
+        self._tokenizer = tokenizer
         self._largest = torch.zeros(len(GAP_FIELDS), device=input_device(model))
         self._gaps.clear()
 
@@ -572,8 +574,10 @@ class PolicyGradient(WithReference):
         found = [gap.tolist() for gap in self._gaps if float(gap[0]) == values["gap/largest"]]
         if found and found[-1][0] > self.settings.max_gap:
             named = dict(zip(GAP_FIELDS, found[-1]))
+            token = int(named["token"])
+            text = "" if self._tokenizer is None else f" {self._tokenizer.decode([token])!r}"
             words += (
-                f", most at token {named['token']:.0f} in position {named['position']:.0f} of "
+                f", most at token{text} ({token}) in position {named['position']:.0f} of "
                 f"answer {named['answer']:.0f}: drawn with {named['drawn']:.4f}, passed with "
                 f"{named['passed']:.4f}"
             )

@@ -19,6 +19,7 @@ from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.peft_kinds import active_adapters
 from chronicals.saving import differences, text_files, write_folder
 from chronicals.training.errors import CheckpointError
+from chronicals.training.rollouts.samples import read_samples
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.run.report import Report, Sample, data_reports
@@ -137,7 +138,8 @@ def finish(
             metrics = read_metrics(run.output_dir / "metrics.jsonl")
             data = data_reports(run.output_dir)
             device = input_device(model)
-            Report(title, facts, metrics, data, config, answers()).write(report, device)
+            drawn = read_samples(run.output_dir)
+            Report(title, facts, metrics, data, config, answers(), drawn).write(report, device)
         except Exception as error:  # the model is written already, so the run has succeeded
             logger.error(
                 "%s: the report cannot be written (%s: %s)", report, type(error).__name__, error

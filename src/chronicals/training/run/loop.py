@@ -32,7 +32,12 @@ from chronicals.training.errors import Interrupted, RolloutFailed, TrainingError
 from chronicals.training.run.callbacks import Callback, Callbacks
 from chronicals.training.run.evaluation import evaluate
 from chronicals.training.run.guard import check_finite_weights, check_step
-from chronicals.training.run.recovery import Recovery
+from chronicals.training.run.recovery import (
+    Recovery,
+    is_limited,
+    random_states,
+    set_random_states,
+)
 from chronicals.training.run.resume import how_to_resume
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run
@@ -270,12 +275,22 @@ class Loop:
         self.callbacks.raise_anywhere()
 
     def _rehearse(self) -> None:
-        """Rehearse the longest documents before the first step, if the run can take less."""
-        if self.recovery is None or not self.run.total_steps - self.run.step:
+        """Rehearse the longest documents before the first step, if the run can take less.
+
+        Where answers are drawn, no step is known before, and the largest possible one is rehearsed
+        on any card: memory is then too small before the first step, and not in the hundredth.
+        """
+        if not self.run.total_steps - self.run.step:
             return
         with self.watch.limited("rehearsing, before the first step"):
-            self.recovery.rehearse()
-        self._take_over()
+            if self.recovery is not None:
+                self.recovery.rehearse()
+                self._take_over()
+            elif self.session.objective.draws_answers and is_limited(self.device):
+                before = random_states()
+                self.session.rehearse(self.steps.heaviest())
+                set_random_states(before)
+                logger.info("a step of the longest possible answers was rehearsed, and fits")
 
     def _steps_left(self) -> Iterator[Step]:
         """Yield the steps to the end of the run; after one that was not taken, the same documents.

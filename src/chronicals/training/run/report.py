@@ -61,6 +61,9 @@ NEW_TOKENS = 32
 LONGEST_PROMPT = 512
 OF_A_TEXT = 16
 LOOKED_AT = 100
+ROLLOUTS_SHOWN = 4
+"""Number of lines of ``samples.jsonl``, the last ones, that the report shows."""
+
 SECONDS = 1.0
 """Maximum seconds for all answers, before training and again after it.
 
@@ -101,6 +104,7 @@ class Report:
             ``eval_dataset.json``).
         config: the settings, and which of them were set.
         samples: answers before and after.
+        rollouts: lines of ``samples.jsonl``, answers that were drawn in the run.
     """
 
     title: str
@@ -109,6 +113,7 @@ class Report:
     data: Sequence[Mapping]
     config: ChronicalsConfig
     samples: Sequence[Sample] = ()
+    rollouts: Sequence[Mapping] = ()
 
     def write(self, path: Path, device: torch.device) -> None:
         """Write the page, with the times of the run, the GPU or CPU, and the software's versions."""
@@ -146,6 +151,9 @@ class Report:
             rows = [(sample.prompt, sample.before, sample.after) for sample in self.samples]
             answers = _table(("prompt", "before", "after"), rows)
             sections.append(("Answers before and after", answers))
+        if self.rollouts:
+            drawn = self.rollouts[-ROLLOUTS_SHOWN:]
+            sections.append(("Answers of the last rollouts, and their rewards", _drawn(drawn)))
         sections.append(("Settings", _settings(self.config)))
         parts = [f"<h1>{title}</h1>{_pairs(facts)}"]
         for name, content in sections:
@@ -299,6 +307,19 @@ def _data(found: Mapping) -> str:
         else "<p>The gate found nothing wrong.</p>"
     )
     return _pairs(facts) + _table(LEDGER_COLUMNS, ledger.table()) + gate
+
+
+def _drawn(lines: Sequence[Mapping]) -> str:
+    """Render prompts with their drawn answers, the reward of each, and each reward by name."""
+    rows = []
+    for line in lines:
+        asked = line["prompt"]
+        text = asked if isinstance(asked, str) else "\n".join(m.get("content") or "" for m in asked)
+        for answer in line["answers"]:
+            by_name = ", ".join(f"{name} {value}" for name, value in answer["rewards"].items())
+            rows.append((text, answer["text"], str(answer["reward"]), by_name))
+            text = ""
+    return _table(("prompt", "answer", "reward", "by name"), rows)
 
 
 def _settings(config: ChronicalsConfig) -> str:
