@@ -529,7 +529,6 @@ def packed_log_probabilities(model: Any, batch: Batch) -> Tensor:
     over = PackedPass(batch.cu_seqlens, batch.max_seqlen)
     with in_evaluation(model), attending_pages(model), exact_passes(model):
         states = run_pass(model, batch.input_ids, batch.position_ids, over)
-        logits = read_head(model).logits(states)
-        full = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        full = read_head(model).logits(states).log_softmax(-1)
         chosen = full.gather(-1, batch.targets.clamp(min=0)[:, None])[:, 0]
         return chosen.masked_fill(batch.targets < 0, 0.0)
