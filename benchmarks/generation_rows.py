@@ -39,7 +39,7 @@ from chronicals.generation.call import LOGIT_ROWS
 from chronicals.models import quantise_layers
 from chronicals.patching import patch_parts
 from chronicals.quantization import NF4
-from chronicals.step_work import DecoderShape, Product
+from chronicals.step_work import DecoderShape
 
 PROMPT = 256
 NEW = 512
@@ -258,7 +258,7 @@ def floor_of_step(row: Row, shape: DecoderShape, rates: Rates, keys: float, prom
     products.append((shape.width, shape.vocabulary, 1, 2))
     seconds = 0.0
     for inputs, outputs, count, size in products:
-        flops = rates.product_seconds(Product("", "forward", rows, inputs, outputs, 1), BF16)
+        flops = 2 * rows * inputs * outputs / max(rate for _, rate in rates.products[BF16])
         seconds += count * max(inputs * outputs * size / rates.copy, flops)
     tokens = row.prompts * prompt + rows * (keys - prompt)
     seconds += shape.layers * tokens * 2 * 2 * shape.kv / rates.copy

@@ -33,6 +33,10 @@ LOGIT_ROWS = 64
 """Rows of logits that exist at once: 40 MB of fp32 with a vocabulary of 150,000."""
 
 
+SAME_COST_ROWS = 64
+"""Rows up to which a decode step takes about as long as that of one row: it reads the weights."""
+
+
 class NotFinite(ValueError):
     """The logits of a request are not finite."""
 
@@ -150,7 +154,7 @@ class Call:
             self.step(each)
 
     def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
-        """Queue first tokens, or a prefill pass and decode steps; read what was drawn.
+        """Queue first tokens, or a prefill pass, or decode steps; read what was drawn.
 
         Where the host reads one look behind, it does so while the device computes the next one.
         """
@@ -161,7 +165,12 @@ class Call:
         chunks = [] if began else schedule.chunks()
         if chunks:
             self._prefill(chunks)
-        look = self._first_tokens(began) if began else self._decode()
+        if began:
+            look = self._first_tokens(began)
+        elif chunks:  # all that have room begin together, and share each reading of the weights
+            look = None
+        else:
+            look = self._decode()
         if self._reads_behind:
             look, self._unread = self._unread, look
         if look is not None:
@@ -318,7 +327,7 @@ class Call:
         padding = (count or len(samples)) - len(samples)
         ids = [(one.answer.tokens or [0])[-1] for one in samples] + [0] * padding
         positions = [one.wanted for one in samples] + [0] * padding
-        width = _power_of_two(max(len(one.pages) for one in samples))
+        width = self._width(max(len(one.pages) for one in samples))
         table = [one.pages + [SCRATCH_PAGE] * (width - len(one.pages)) for one in samples]
         table += [[SCRATCH_PAGE] * width] * padding
         sampling = [one.prompt.request.sampling for one in samples]
@@ -401,11 +410,36 @@ class Call:
         return self._pool.tokens_in_layers(places, self.settings.page_size)
 
     def _bucket(self, count: int) -> int:
-        """Return the number of slots of a step for ``count`` answers."""
-        return min(_power_of_two(count), max(self.settings.slots, count))
+        """Return the number of slots of a step for ``count`` answers.
+
+        A power of two; as graphs, of up to ``SAME_COST_ROWS`` every second one.
+        """
+        slots = _power_of_two(count)
+        if self._graphs is not None and slots <= SAME_COST_ROWS:
+            slots = _power_of_four_below(SAME_COST_ROWS, slots)
+        return min(slots, max(self.settings.slots, count))
+
+    def _width(self, pages: int) -> int:
+        """Return the width of the block table for so many pages of the longest answer.
+
+        A power of two; as graphs, the one that the longest of all answers needs at its end, or a
+        fourth of it, and so on: each width takes a graph of its own.
+        """
+        if self._graphs is None:
+            return _power_of_two(pages)
+        longest = max(len(one.prompt.request.prompt) + one.prompt.limit for one in self._samples)
+        most = _power_of_two(max(self.schedule.pages_of(longest), pages))
+        return _power_of_four_below(most, pages)
 
     def _as_tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
         return sent(values, torch.int64, self._device)
+
+
+def _power_of_four_below(most: int, count: int) -> int:
+    """Return the least of ``most``, ``most`` / 4, ``most`` / 16 and so on that is not below ``count``."""
+    while most // 4 >= count:
+        most //= 4
+    return most
 
 
 def _power_of_two(count: int) -> int:
