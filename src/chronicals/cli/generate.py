@@ -106,15 +106,19 @@ def generate_command(
     0.9` draws answers that vary, `--seed` repeats them. `--prompts prompts.jsonl --output
     answers.jsonl` answers many prompts together.
     """
+    import torch
     from rich.console import Console
 
     from chronicals.config import ChronicalsConfig
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import Chat, EngineSettings, load_trained
+    from chronicals.patching import patch_parts
 
     warn_of_other_processes("generate")
     _check_prompts(prompts, prompt, system, output, answers, temperature)
     trained = load_trained(model, base_model, trust_remote_code)
+    if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
+        patch_parts(trained.model, whole_layers=True)
     sizes = EngineSettings(generation_exact=generation_exact)
     if cache_memory is not None:
         size: dict[str, Any] = {"cache_memory": cache_memory}  # a text, which the field reads

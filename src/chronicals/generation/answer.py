@@ -27,7 +27,6 @@ from chronicals.generation.requests import Answer, Ending, Request, new_tokens_w
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
 from chronicals.models import in_evaluation, input_device, last_position
-from chronicals.patching import patch_parts
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
@@ -150,9 +149,7 @@ def load_trained(
     dtype = computing_dtype(saved.about, has_bf16)
     model = load(saved, dtype, trust_remote_code)
     tokenizer = saved.tokenizer(trust_remote_code)
-    if torch.cuda.is_available():
-        model = model.to("cuda")
-        patch_parts(model, whole_layers=True)  # as in training: a step is a third of the kernels
+    model = model.to("cuda") if torch.cuda.is_available() else model
     data_config = saved.about.get("taught", {})  # name of the field in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
 
