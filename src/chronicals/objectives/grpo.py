@@ -1,25 +1,19 @@
 """GRPO: answers are compared with the others to their prompt, without a value model.
 
-With r_t the ratio of a token (``policy_gradient.py``) and A its answer's advantage, the loss of a
-token is
-
-    grpo, dr_grpo, dapo   − min(min(r, δ) A, clip(r, 1 − ε_low, 1 + ε_high) A)
-    cispo                 − sg(min(r, 1 + ε_high)) A log π
-    sapo                  − 4/τ σ(τ (r − 1)) A,   τ = τ₊ if A > 0, else τ₋
-
-At level ``sequence`` (GSPO) r is the geometric mean over the tokens of the answer. The losses are
-divided by counts of the whole step:
+A loss (``policy_losses.py``) says what is minimised at a token and which count of the whole step
+divides the sum:
 
     dapo, cispo    Σ of all tokens / tokens
     grpo, sapo     Σ of the means of answers / answers
     dr_grpo        Σ of all tokens / (answers · max_new_tokens)
+
+At level ``sequence`` (GSPO) the ratio of a token is the geometric mean over its answer.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
@@ -32,8 +26,8 @@ from chronicals.objectives.policy_gradient import (
     Answers,
     PolicyGradient,
     RolloutSettings,
-    clipped_losses,
 )
+from chronicals.objectives.policy_losses import LOSSES, PolicyLoss
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Paper, settings
 
@@ -41,28 +35,6 @@ Loss = Literal["dapo", "grpo", "dr_grpo", "cispo", "sapo"]
 
 PER_MICRO_BATCH = "bnpo"
 """A loss of TRL that this package refuses."""
-
-
-def cispo_losses(ratio: Tensor, log_p: Tensor, advantage: Tensor, high: float) -> Tensor:
-    """Return − sg(min(r, 1 + ε_high)) A log π (MiniMax-M1, 2025, equations 4 and 5).
-
-    No token loses its gradient. The ratio has no lower bound, as in the paper's experiments. TRL's
-    ``epsilon_high`` is 1 + ε_high here.
-    """
-    return -ratio.clamp(max=1 + high).detach() * advantage * log_p
-
-
-def sapo_losses(ratio: Tensor, advantage: Tensor, positive: float, negative: float) -> Tensor:
-    """Return − 4/τ σ(τ (r − 1)) A, a soft gate instead of a clip (Gao et al., 2025, equation 6).
-
-    Args:
-        ratio: r.
-        advantage: A.
-        positive: τ of good answers.
-        negative: τ of the others.
-    """
-    temperature = torch.where(advantage > 0, positive, negative)
-    return -torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature) * advantage
 
 
 @register("grpo")
@@ -116,7 +88,7 @@ class GRPO(PolicyGradient):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.clip_bound is not None and self.loss in ("cispo", "sapo"):
+            if self.clip_bound is not None and not LOSSES[self.loss].surrogate.takes_bound:
                 raise ValueError(
                     f"clip_bound={self.clip_bound}: loss={self.loss!r} does not clip so; leave it "
                     "out"
@@ -139,20 +111,14 @@ class GRPO(PolicyGradient):
         if given.level == "sequence":
             log_ratio = answers.of_tokens(answers.means(log_ratio))
         ratio = log_ratio.exp()
-        if given.loss == "cispo":
-            losses = cispo_losses(ratio, log_p, advantage, given.high)
-        elif given.loss == "sapo":
-            losses = sapo_losses(ratio, advantage, given.sapo_positive, given.sapo_negative)
-        else:
-            losses = clipped_losses(ratio, advantage, given.clip_low, given.high, given.clip_bound)
-        low = (ratio < 1 - given.clip_low) & (advantage < 0)
-        high = (ratio > 1 + given.high) & (advantage > 0)
-        shares = (
-            {"clip/high": high} if given.loss == "cispo" else {"clip/low": low, "clip/high": high}
-        )
-        if given.loss == "sapo":
-            shares = {}
-        return losses, ratio, {name: self._share(which, answers) for name, which in shares.items()}
+        losses = self._loss.surrogate.losses(given, ratio, log_p, advantage)
+        clipped = self._loss.surrogate.clipped(given, ratio, advantage)
+        shares = {name: self._share(which, answers) for name, which in clipped.items()}
+        return losses, ratio, shares
+
+    def reduced(self, losses: Tensor, answers: Answers) -> Term:
+        """Return the sum of the losses, with the count that divides it."""
+        return self._loss.division.term(self.settings, losses, answers)
 
     def answer_definition(
         self, log_p: Tensor, old: Tensor, advantage: float
@@ -162,39 +128,18 @@ class GRPO(PolicyGradient):
         ratio = (log_p - old).exp()
         if given.level == "sequence":
             ratio = ratio.prod().pow(1 / len(ratio)).expand_as(ratio)
-        clipped = ratio.clamp(1 - given.clip_low, 1 + given.high) * advantage
-        bounded = ratio.clamp(max=given.clip_bound or torch.inf) * advantage
-        gate = given.sapo_positive if advantage > 0 else given.sapo_negative
-        losses = {
-            "cispo": -ratio.clamp(max=1 + given.high).detach() * advantage * log_p,
-            "sapo": -4 / gate / (1 + (-gate * (ratio - 1)).exp()) * advantage,
-        }
-        return losses.get(given.loss, -torch.where(bounded < clipped, bounded, clipped)), ratio
+        return self._loss.surrogate.definition(given, ratio, log_p, advantage), ratio
 
     def answer_term(self, losses: Tensor) -> Term:
         """Return the term of an answer's losses by the formula."""
-        given = self.settings
-        by_name = {
-            "dapo": (losses.sum(), PER_TOKEN),
-            "cispo": (losses.sum(), PER_TOKEN),
-            "grpo": (losses.mean(), PER_ANSWER),
-            "sapo": (losses.mean(), PER_ANSWER),
-            "dr_grpo": (losses.sum() / given.max_new_tokens, PER_ANSWER),
-        }
-        total, per = by_name[given.loss]
-        return Term(total, per=per)
+        return self._loss.division.definition(self.settings, losses)
+
+    @property
+    def _loss(self) -> PolicyLoss:
+        return LOSSES[self.settings.loss]
 
     def _share(self, which: Tensor, answers: Answers) -> Term:
         """Return the share of the ratios for which ``which`` is true: of tokens, or of answers."""
         if self.settings.level == "sequence":
             return Term(answers.means(which.float()).sum(), 0.0, PER_ANSWER)
         return Term(answers.total(which.float()), 0.0, PER_TOKEN)
-
-    def reduced(self, losses: Tensor, answers: Answers) -> Term:
-        """Return the sum of the losses; see the module's docstring."""
-        given = self.settings
-        if given.loss in ("grpo", "sapo"):
-            return Term(answers.means(losses).sum(), per=PER_ANSWER)
-        if given.loss == "dr_grpo":
-            return Term(answers.total(losses) / given.max_new_tokens, per=PER_ANSWER)
-        return Term(answers.total(losses), per=PER_TOKEN)

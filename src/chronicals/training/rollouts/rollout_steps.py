@@ -196,7 +196,7 @@ class HeldOutSteps:
     """
 
     PROMPTS = 64
-    """Prompts that are answered together: the most answers that the engine runs at once."""
+    """Prompts that are answered together."""
 
     def __init__(self, rows: PromptRows, maker: RolloutMaker, packs: AnswerPacks):
         self.rows = rows
