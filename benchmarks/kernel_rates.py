@@ -79,7 +79,7 @@ from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference
 from chronicals.kernels.paged_attention import (
-    SharedKeys,
+    SharedPages,
     paged_attention,
     paged_attention_reference,
 )
@@ -1078,7 +1078,7 @@ def shared_prompts() -> Row:
     lengths = torch.full((sequences,), prompt + own, device="cuda")
     teams = torch.arange(sequences, dtype=torch.int32, device="cuda").view(-1, members)
     counts = torch.full((sequences,), prompt, dtype=torch.int32, device="cuda")
-    shared = SharedKeys(teams, counts[: len(teams)], counts)
+    shared = SharedPages(teams, counts[: len(teams)], counts)
     call = partial(paged_attention, q, keys, values, table, lengths, scale=width**-0.5)
     read = sequences * own + len(teams) * prompt
     return Row(

@@ -15,7 +15,7 @@ from chronicals.objectives.policy_gradient import DRAWN, OLD
 from chronicals.objectives.terms import REFERENCE_POLICY
 from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.columns.frozen import present_frozen
-from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
+from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, AnswerGroup
 from chronicals.training.session import prepared
 
 
@@ -166,7 +166,7 @@ class Recorded:
                         of_tokens,
                     )
                 )
-            found.append(Group(prompt.numpy(), answers))
+            found.append(AnswerGroup(prompt.numpy(), answers))
         return found
 
 

@@ -29,7 +29,7 @@ def running(*prompts):
 
 def test_answers_of_a_prompt_are_teams():
     """Whole pages are shared; a prompt without one, and one answer, are in no team."""
-    found = PromptSharing(3, 1, worth=1).shared_keys(
+    found = PromptSharing(3, 1, worth=1).shared_pages(
         running((10, 5), (9, 1), (3, 2), (4, 2)), 12, PAGE, torch.device("cpu")
     )
     assert found.teams.tolist() == [[0, 1, 2], [3, 4, -1], [8, 9, -1], [-1, -1, -1]]
@@ -40,14 +40,14 @@ def test_answers_of_a_prompt_are_teams():
 def test_answers_whose_prompt_is_not_stored_share_nothing():
     samples = running((10, 4))
     samples[0].prompt.pages = []
-    assert PromptSharing(3, 1, worth=0).shared_keys(samples, 4, PAGE, torch.device("cpu")) is None
+    assert PromptSharing(3, 1, worth=0).shared_pages(samples, 4, PAGE, torch.device("cpu")) is None
 
 
 def test_few_bytes_are_not_worth_a_kernel():
     samples = running((10, 4))  # two teams, of three and of one: 2 x 8 tokens are read less
     device = torch.device("cpu")
-    assert PromptSharing(3, 100, worth=1601).shared_keys(samples, 4, PAGE, device) is None
-    assert PromptSharing(3, 100, worth=1600).shared_keys(samples, 4, PAGE, device) is not None
+    assert PromptSharing(3, 100, worth=1601).shared_pages(samples, 4, PAGE, device) is None
+    assert PromptSharing(3, 100, worth=1600).shared_pages(samples, 4, PAGE, device) is not None
 
 
 def test_layers_with_a_window_share_nothing():

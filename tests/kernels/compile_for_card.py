@@ -334,7 +334,7 @@ def adapters(rank: int) -> None:
 def attention_over_pages() -> None:
     """Groups of query heads, narrow and wide heads, latents; few splits and many."""
     from chronicals.kernels.paged_attention import (
-        SharedKeys,
+        SharedPages,
         most_members,
         paged_attention,
         write_pages,
@@ -360,7 +360,7 @@ def attention_over_pages() -> None:
         if members > 1:
             teams = torch.zeros(4, members, dtype=torch.int32)
             counts = torch.zeros(sequences, dtype=torch.int32)
-            shared = SharedKeys(teams, counts[:4], counts)
+            shared = SharedPages(teams, counts[:4], counts)
             paged_attention(q, k, v, table, lengths, scale=0.1, shared=shared)
         if width == value:
             write_pages(k[:, 0], v[:, 0], k, k.clone(), lengths)

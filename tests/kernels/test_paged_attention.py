@@ -7,7 +7,7 @@ from chronicals.attention import attention_reference
 from chronicals.kernels import paged_attention as module
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.paged_attention import (
-    SharedKeys,
+    SharedPages,
     gather_pages,
     most_members,
     paged_attention,
@@ -272,7 +272,7 @@ def shared_by(teams, sequences, device):
     members, lengths = (
         torch.tensor(list(numbers), dtype=torch.int32, device=device) for numbers in zip(*teams)
     )
-    return SharedKeys(members, lengths, starts.to(device))
+    return SharedPages(members, lengths, starts.to(device))
 
 
 def sharing(shape, dtype, device, options, of=module, lengths=(9, 33, 17, 90, 21, 40)):

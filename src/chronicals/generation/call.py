@@ -42,7 +42,7 @@ class NotFinite(ValueError):
 
 
 class Look:
-    """What some steps of answers have drawn, on its way to the host.
+    """Tokens that some steps of answers have drawn, on their way to the host.
 
     Args:
         samples: the answers.
@@ -342,7 +342,9 @@ class Call:
             sources = [rows[one] if one.unread else -1 for one in samples] + [-1] * padding
             at = self._as_tensor(sources)
             last = torch.where(at < 0, last, self._unread.last_tokens[at.clamp(min=0)])
-        shared = self._sharing.shared_keys(samples, len(ids), self.settings.page_size, self._device)
+        shared = self._sharing.shared_pages(
+            samples, len(ids), self.settings.page_size, self._device
+        )
         as_tensor = self._as_tensor
         return Slots(last, as_tensor(positions), as_tensor(table), choices, seen, shared)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chronicals.generation.drawing import Choices
 from chronicals.kernels.cuda_graphs import Graph, Recorder
-from chronicals.kernels.paged_attention import SharedKeys
+from chronicals.kernels.paged_attention import SharedPages
 from chronicals.kernels.token_draws import Drawn
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Slots:
     pages: Tensor
     choices: Choices
     seen: Tensor | None
-    shared: SharedKeys | None = None
+    shared: SharedPages | None = None
 
     @property
     def bucket(self) -> Bucket:

@@ -30,7 +30,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the attention layers of a model store, and the sizes of the engine.
+    """Sizes of what the attention layers of a model store, and of the engine.
 
     Attributes:
         sizes: by attention module.

@@ -28,7 +28,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
-from chronicals.kernels.paged_attention import SharedKeys, paged_attention
+from chronicals.kernels.paged_attention import SharedPages, paged_attention
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
 
@@ -309,7 +309,7 @@ class DecodePass(PagedPass):
 
     tables: Mapping[int | None, Tensor]
     lengths: Tensor
-    shared: SharedKeys | None = None
+    shared: SharedPages | None = None
 
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores

@@ -17,7 +17,7 @@ from chronicals.generation.pages import LayerSizes
 from chronicals.generation.schedule import Prompt, Sample
 from chronicals.kernels.host_memory import sent
 from chronicals.kernels.launch import next_power_of_2
-from chronicals.kernels.paged_attention import SharedKeys, most_members
+from chronicals.kernels.paged_attention import SharedPages, most_members
 
 WORTH_SHARING = 16 << 20
 """Fewest bytes of keys and values that a layer must be spared.
@@ -28,7 +28,7 @@ An H200 reads them in 4 µs; the kernel that shared keys take takes 3 µs more.
 
 @dataclass(frozen=True)
 class PromptSharing:
-    """What sharing takes and spares in the layers of a model.
+    """Limits and gains of sharing in the layers of a model.
 
     Attributes:
         members: most answers of a team; less than 2 where no layer can share.
@@ -49,9 +49,9 @@ class PromptSharing:
         members = [most_members(layer.queries, layer.heads, layer.value) for layer in whole]
         return cls(min(members), max(layer.bytes for layer in whole))
 
-    def shared_keys(
+    def shared_pages(
         self, samples: Sequence[Sample], rows: int, page_size: int, device: torch.device
-    ) -> SharedKeys | None:
+    ) -> SharedPages | None:
         """Return the teams of answers that decode together; None if sharing is not worth it.
 
         The number of teams is a power of two, so that few graphs serve all steps.
@@ -81,7 +81,7 @@ class PromptSharing:
         unused = next_power_of_2(len(teams)) - len(teams)
         padded = [team + [-1] * (self.members - len(team)) for team in teams]
         padded += [[-1] * self.members] * unused
-        return SharedKeys(
+        return SharedPages(
             sent(padded, torch.int32, device),
             sent(lengths + [0] * unused, torch.int32, device),
             sent(starts, torch.int32, device),

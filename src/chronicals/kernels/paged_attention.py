@@ -76,7 +76,7 @@ of 128 threads.
 
 
 @dataclass(frozen=True)
-class SharedKeys:
+class SharedPages:
     """Sequences whose first keys lie in the same pages, such as the answers to one prompt.
 
     Attributes:
@@ -617,7 +617,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    shared: SharedKeys | None = None,
+    shared: SharedPages | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Compute the attention of one query of each sequence, ``[N, H, V]``; without a gradient.

@@ -54,7 +54,7 @@ class DrawnAnswer:
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """A prompt with its answers.
 
     Attributes:
@@ -122,7 +122,7 @@ class AnswerPacks:
         self.pin = pin
 
     def batches(
-        self, groups: Sequence[Group], age: int
+        self, groups: Sequence[AnswerGroup], age: int
     ) -> tuple[list[Batch], dict[str, int | float]]:
         """Return this rank's Batches of a step, and the counts of the whole step.
 

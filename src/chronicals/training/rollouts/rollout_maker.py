@@ -18,11 +18,11 @@ from chronicals.objectives.advantages import (
 )
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.training.errors import RolloutFailed
-from chronicals.training.rollouts.answer_packs import DrawnAnswer, Group
+from chronicals.training.rollouts.answer_packs import AnswerGroup, DrawnAnswer
 from chronicals.training.rollouts.draws import Draws
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.samples import PROMPTS_KEPT, SamplesFile
-from chronicals.training.rollouts.scoring import Scores, Scoring, prompt_of
+from chronicals.training.rollouts.scoring import AnswerScores, Scoring, prompt_of
 from chronicals.training.rollouts.token_passes import TokenPasses, TokenScoring
 
 
@@ -110,7 +110,7 @@ class RolloutMaker:
         return self._finished(rollout, scores, rewards, shown)
 
     def _finished(
-        self, rollout: Rollout, scores: Scores, rewards: Tensor, shown: dict[str, float]
+        self, rollout: Rollout, scores: AnswerScores, rewards: Tensor, shown: dict[str, float]
     ) -> Rollout:
         """Return the rollout with advantages, and with the passes that the objective asks for."""
         objective = self.objective
@@ -151,10 +151,10 @@ class RolloutMaker:
                 DrawnAnswer(n, rollout.tokens[rollout.places(n)], True, 0.0, 0.0, {})
                 for n in numbers
             ]
-            groups.append(Group(rows.ids(prompt), answers))
+            groups.append(AnswerGroup(rows.ids(prompt), answers))
         return self.passes.log_probabilities(groups, scores)
 
-    def _rewards(self, scores: Scores, answers: Sequence[Sequence[Answer]]) -> Tensor:
+    def _rewards(self, scores: AnswerScores, answers: Sequence[Sequence[Answer]]) -> Tensor:
         """Return the reward of each answer, ``[P, G]``, NaN for those without."""
         rewards = summed_rewards(scores.values, scores.weights)
         settings = self.draws.settings
@@ -163,7 +163,7 @@ class RolloutMaker:
             rewards = rewards + overlong_penalty(lengths, settings.max_new_tokens, settings.margin)
         return rewards.masked_fill(~scores.kept, torch.nan)
 
-    def _sampled(self, rollout: Rollout, scores: Scores) -> list[dict[str, object]]:
+    def _sampled(self, rollout: Rollout, scores: AnswerScores) -> list[dict[str, object]]:
         """Return the first prompts of a rollout with their answers and rewards, as JSON."""
         samples = []
         for place, prompt in enumerate(rollout.prompts[:PROMPTS_KEPT]):
@@ -189,7 +189,7 @@ class RolloutMaker:
         return samples
 
 
-def _shown(scores: Scores, answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
+def _shown(scores: AnswerScores, answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
     """Return the metrics of answers and of each reward."""
     flat = [answer for group in answers for answer in group]
     lengths = np.array([len(answer.tokens) for answer in flat])

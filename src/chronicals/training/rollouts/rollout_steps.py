@@ -20,7 +20,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
 from chronicals.objectives.policy_gradient import DRAWN, OLD, RolloutSettings
 from chronicals.training.errors import RolloutFailed
-from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, Group
+from chronicals.training.rollouts.answer_packs import AnswerGroup, AnswerPacks, DrawnAnswer
 from chronicals.training.rollouts.draws import PromptRows
 from chronicals.training.rollouts.rollout import Rollout
 from chronicals.training.rollouts.rollout_maker import RolloutMaker
@@ -147,7 +147,7 @@ class RolloutSteps:
         nothing = np.zeros(given.max_new_tokens, np.float32)
         names = [DRAWN] if given.importance == "none" else [DRAWN, OLD]
         one = DrawnAnswer(0, tokens, True, 0.0, 0.0, dict.fromkeys(names, nothing))
-        groups = [Group(self.rows.ids(place), [one] * given.answers) for place in places]
+        groups = [AnswerGroup(self.rows.ids(place), [one] * given.answers) for place in places]
         batches, counts = self.packs.batches(groups, age=1)
         return Step(batches, counts, None, None)
 
@@ -172,7 +172,7 @@ class RolloutSteps:
             self._known_order = epoch, order
         return int(self._known_order[1][within])
 
-    def groups(self, state: Mapping[str, Any] | None) -> list[Group]:
+    def groups(self, state: Mapping[str, Any] | None) -> list[AnswerGroup]:
         """Return the prompts and answers of the step that begins at ``state``."""
         given = self.given
         number = 0 if state is None else state[NEXT]
@@ -233,7 +233,7 @@ class HeldOutSteps:
 
 def groups_of(
     rows: PromptRows, rollout: Rollout, places: Sequence[int], masks_truncated: bool = False
-) -> list[Group]:
+) -> list[AnswerGroup]:
     """Return some prompts of a rollout with their answers, without those that have no reward.
 
     Args:
@@ -253,7 +253,7 @@ def groups_of(
                 masked = masks_truncated and not rollout.complete[number]
                 answers.append(_answer(rollout, number, not masked))
         if answers:
-            groups.append(Group(rows.ids(rollout.prompts[place]), answers))
+            groups.append(AnswerGroup(rows.ids(rollout.prompts[place]), answers))
     if not groups:
         raise RolloutFailed(
             "no answer of a step has a reward: every reward gave None for all of them; look at "

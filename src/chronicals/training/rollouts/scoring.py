@@ -26,7 +26,7 @@ def prompt_of(record: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Scores:
+class AnswerScores:
     """Rewards of the answers to P prompts, G each.
 
     Attributes:
@@ -43,7 +43,7 @@ class Scores:
     kept: Tensor
     failed: Tensor
 
-    def with_groups(self, places: np.ndarray, other: Scores) -> Scores:
+    def with_groups(self, places: np.ndarray, other: AnswerScores) -> AnswerScores:
         """Return these scores with those of some prompts replaced."""
         values = self.values.clone()
         kept = self.kept.clone()
@@ -52,7 +52,7 @@ class Scores:
         values[replaced] = other.values
         kept[replaced] = other.kept
         failed[replaced] = other.failed
-        return Scores(self.names, self.weights, values, kept, failed)
+        return AnswerScores(self.names, self.weights, values, kept, failed)
 
 
 class Scoring:
@@ -76,7 +76,7 @@ class Scoring:
         prompts: np.ndarray,
         answers: Sequence[Sequence[Answer]],
         among: int | None = None,
-    ) -> Scores:
+    ) -> AnswerScores:
         """Return the rewards of answers on all ranks; all must call it.
 
         Args:
@@ -94,7 +94,7 @@ class Scoring:
         values = torch.tensor(told["values"], dtype=torch.float64)
         failed = torch.zeros(values.shape[0], dtype=torch.bool)
         failed[told["failing"]] = True
-        return Scores(
+        return AnswerScores(
             told["names"],
             torch.tensor(told["weights"], dtype=torch.float64),
             values.reshape(*shape, len(told["names"])),

@@ -14,7 +14,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.policy_gradient import ANSWER
-from chronicals.training.rollouts.answer_packs import AnswerPacks, Group
+from chronicals.training.rollouts.answer_packs import AnswerGroup, AnswerPacks
 from chronicals.training.step.optimizer import Precision
 
 TokenScoring = Callable[[PresentedModel, Batch], Tensor]
@@ -47,7 +47,7 @@ class TokenPasses:
         self.limited = limited
 
     @torch.no_grad()
-    def log_probabilities(self, groups: Sequence[Group], scores: TokenScoring) -> np.ndarray:
+    def log_probabilities(self, groups: Sequence[AnswerGroup], scores: TokenScoring) -> np.ndarray:
         """Return the log-probability of each token of all answers, float32, answer after answer.
 
         All ranks must call it.
