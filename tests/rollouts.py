@@ -15,7 +15,7 @@ from chronicals.objectives.policy_gradient import DRAWN, OLD
 from chronicals.objectives.terms import REFERENCE_POLICY
 from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.columns.frozen import present_frozen
-from chronicals.training.rollouts.answer_packs import AnswerPacks, DrawnAnswer, AnswerGroup
+from chronicals.training.rollouts.answer_packs import AnswerGroup, AnswerPacks, DrawnAnswer
 from chronicals.training.session import prepared
 
 
