@@ -49,12 +49,12 @@ class RewardEntry:
 
     @property
     def is_function(self) -> bool:
-        """Whether the place is the path of a function."""
+        """True if the place is the path of a function."""
         return ":" in self.place
 
     @property
     def is_model(self) -> bool:
-        """Whether the place is a folder or a hub name."""
+        """True if the place is a folder or a hub name."""
         return not self.is_function and BUILT_IN.fullmatch(self.place) is None
 
     @property

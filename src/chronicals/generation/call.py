@@ -32,7 +32,6 @@ from chronicals.models import Head, input_device, read_head
 LOGIT_ROWS = 64
 """Rows of logits that exist at once: 40 MB of fp32 with a vocabulary of 150,000."""
 
-
 SAME_COST_ROWS = 64
 """Rows up to which a decode step takes about as long as that of one row: it reads the weights."""
 
@@ -119,15 +118,12 @@ class Call:
         self._device = input_device(self.model)
         self._head: Head = read_head(self.model)
         self._unread: Look | None = None
-
-    @property
-    def _reads_behind(self) -> bool:
-        """True if the host reads a look while the next one is computed.
-
-        Eager steps wait for the host anyway, and a penalty needs all tokens of a text.
-        """
-        penalties = {one.prompt.request.sampling.repetition_penalty for one in self._samples}
-        return self._graphs is not None and penalties <= {None, 1.0}
+        requests = [one.prompt.request for one in samples]
+        penalties = {request.sampling.repetition_penalty for request in requests}
+        # the host reads a look while the next one is computed; eager steps wait for the host
+        # anyway, and a penalty needs all tokens of a text
+        self._reads_behind = graphs is not None and penalties <= {None, 1.0}
+        self._longest = max(len(one.prompt.request.prompt) + one.prompt.limit for one in samples)
 
     @property
     def is_unfinished(self) -> bool:
@@ -429,8 +425,7 @@ class Call:
         """
         if self._graphs is None:
             return _power_of_two(pages)
-        longest = max(len(one.prompt.request.prompt) + one.prompt.limit for one in self._samples)
-        most = _power_of_two(max(self.schedule.pages_of(longest), pages))
+        most = _power_of_two(max(self.schedule.pages_of(self._longest), pages))
         return _power_of_four_below(most, pages)
 
     def _as_tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:

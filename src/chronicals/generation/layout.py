@@ -1,4 +1,4 @@
-"""How many pages of keys and values a call of the engine gets, within a number of bytes.
+"""Number of pages of keys and values that a call of the engine gets, within a number of bytes.
 
 Layers are grouped by their sliding window, None for those without one. Pages of the layers without
 a window hold all tokens of a sequence. Those of a window's layers hold what a prefill pass computes

@@ -1,4 +1,4 @@
-"""Which answers share the pages of their prompt, so that attention reads these once for all.
+"""Teams of answers that share the pages of their prompt, which attention reads once for all.
 
     prompt of 40 tokens, pages of 16        answers 0 to 7: their first 32 keys are the same
 

@@ -29,7 +29,7 @@ from chronicals.objectives.policy_gradient import (
 
 
 class Surrogate(ABC):
-    """What is minimised at a token. ``given`` are the settings of the objective.
+    """Base class of what is minimised at a token; ``given`` are the settings of the objective.
 
     Attributes:
         takes_bound: whether ``clip_bound`` has a meaning.

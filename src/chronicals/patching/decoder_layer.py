@@ -334,8 +334,7 @@ def _may_fuse_over_pages(layer: nn.Module, inputs: Mapping[str, Any]) -> bool:
     Packed weights are multiplied each by itself there: few rows without being dequantised, which a
     product of several would do.
     """
-    packed = [*packed_layers(layer)]
-    return inputs.get(PASS) is not None and not packed
+    return inputs.get(PASS) is not None and next(packed_layers(layer), None) is None
 
 
 def _halves(

@@ -1,4 +1,4 @@
-"""Where a reward runs: a function in a process of its own, or in the trainer's."""
+"""Rewards by where they run: in a process of their own, or in the trainer's."""
 
 from __future__ import annotations
 
