@@ -148,6 +148,18 @@ def test_answers_read_one_look_behind_are_those_read_at_once(model, memory, step
     }
 
 
+def test_a_penalty_is_of_the_whole_text_where_steps_are_graphs(model):
+    """With what the last look drew, which the host must have read before the next one."""
+    asked = [
+        Request([5 + n, 6, 7], NEW, Sampling(repetition_penalty=3.0), number=n) for n in range(4)
+    ]
+    settings = EngineSettings(steps_a_look=2)
+    expected = Engine(model, settings).generate(asked)
+    got = Engine(model, settings, EmulatedRecorder()).generate(asked)
+    for (answer,), (other,) in zip(got, expected, strict=True):
+        assert answer.tokens == other.tokens
+
+
 def test_few_graphs_serve_a_call(model):
     """Answers end one after the other, and pages grow; each graph takes time to capture."""
     recorder = EmulatedRecorder()
