@@ -39,6 +39,7 @@ PURPOSES = {
     "wandb": "curves in Weights & Biases",
     "mlflow": "curves in MLflow",
     "export": "models as GGUF",
+    "ui": "the web page, chronicals ui",
     "math": "rewards of answers to mathematical questions",
 }
 """Purpose of each extra of the package."""
