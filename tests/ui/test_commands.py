@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from chronicals.ui import prefork
 from chronicals.ui.commands import Answer, Commands
 
 ECHO = """
@@ -21,12 +20,8 @@ sys.exit(int(sys.argv[1]))
 def commands(tmp_path, monkeypatch):
     """Commands whose process imports nothing, with a module of the test's own."""
     (tmp_path / "echo.py").write_text(ECHO)
-    (tmp_path / "sitecustomize.py").write_text(
-        "import chronicals.ui.prefork as prefork; prefork.IMPORTED = ()"
-    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(prefork, "IMPORTED", ())
-    return Commands(tmp_path)
+    return Commands(tmp_path, imported=())
 
 
 @pytest.mark.slow

@@ -190,6 +190,16 @@ def test_names_of_the_hub_and_patterns_in_the_root_are_taken(form, tmp_path):
     form.recipe({"model": "Qwen/Qwen2.5-0.5B", "data": "parts/*.jsonl\nowner/set"})
 
 
+def test_a_reward_is_built_in_or_of_a_file_in_the_root(form, tmp_path):
+    form = dataclasses.replace(form, objective="grpo")
+    texts = {"model": "m", "data": "d"}
+    (tmp_path / "mine.py").touch()
+    for reward in ("arithmetic", "mine.py:score", "mine:score"):
+        form.recipe({**texts, "rewards": reward})
+    with pytest.raises(Faults, match="functions of files in its root"):
+        form.recipe({**texts, "rewards": "subprocess:getoutput"})
+
+
 @pytest.mark.parametrize("name", ["trust_remote_code", "dpo.trust_remote_code"])
 def test_code_of_a_model_runs_only_where_the_server_permits_it(form, name):
     texts = {"model": "m", "data": "d", name: "true"}

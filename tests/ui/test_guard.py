@@ -65,7 +65,9 @@ def test_the_exchange_leads_to_no_other_host(path):
     assert asked(path, f"key={KEY}")[1]["location"] == "/evil.example" + path[14:]
 
 
-@pytest.mark.parametrize("host", ["evil.example:8321", "127.0.0.1:9999", "", "127.0.0.1.nip.io:8321"])
+@pytest.mark.parametrize(
+    "host", ["evil.example:8321", "127.0.0.1:9999", "", "127.0.0.1.nip.io:8321"]
+)
 def test_a_foreign_host_name_is_refused(host):
     assert asked(**cookie(host=host))[0] == 403
 

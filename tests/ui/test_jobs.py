@@ -138,7 +138,9 @@ def test_names_of_jobs_are_no_paths(jobs):
 @pytest.mark.slow
 def test_a_card_has_one_job_at_a_time_and_the_others_wait_in_order(jobs):
     queues = Queues(jobs)
-    made = [job_that_runs(jobs, "import time; time.sleep(30)", card) for card in ("0", "0", "0", "1")]
+    made = [
+        job_that_runs(jobs, "import time; time.sleep(30)", card) for card in ("0", "0", "0", "1")
+    ]
     for job in made:
         queues.add(job)
     made[1].stop()  # before it began: it never runs

@@ -15,7 +15,9 @@ def place(tmp_path):
     return Place(root.resolve())
 
 
-@pytest.mark.parametrize("path", ["../secret", "a/../../secret", "/etc/passwd", "out", "~root", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["../secret", "a/../../secret", "/etc/passwd", "out", "~root", "a\0b"]
+)
 def test_what_leads_out_of_the_root_is_refused(place, path):
     with pytest.raises(OutsideRoot):
         place.inside(path)

@@ -83,7 +83,9 @@ def test_curves_grow_with_their_file_and_a_torn_line_waits(tmp_path):
     path.write_text('{"step": 1, "loss": 3.0, "time": 10.0}\n{"step": 2, "lo')
     assert metrics.read_on() and metrics.curves == {"loss": [(1, 3.0)]}
     with path.open("a") as file:
-        file.write('ss": 2.0, "time": 12.5, "skipped": false}\nno json\n{"step": 3, "loss": null}\n')
+        file.write(
+            'ss": 2.0, "time": 12.5, "skipped": false}\nno json\n{"step": 3, "loss": null}\n'
+        )
     assert metrics.read_on() and metrics.curves == {"loss": [(1, 3.0), (2, 2.0)]}
     assert not metrics.read_on()
     assert (metrics.step, metrics.value("loss"), metrics.value("x")) == (2, 2.0, None)

@@ -19,6 +19,17 @@ SECONDS = 120.0
 
 COMMAND_LINE = "chronicals.cli"
 
+IMPORTED = (
+    "chronicals.planning",
+    "chronicals.objectives",
+    "chronicals.verification",
+    "chronicals.training",
+    "chronicals.moe",
+    "typer",
+    "rich.table",
+)
+"""Modules that commands of the page begin with."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -52,9 +63,11 @@ class Commands:
 
     Attributes:
         root: folder that commands run in.
+        imported: modules that the process imports before the first command.
     """
 
     root: Path
+    imported: Sequence[str] = IMPORTED
     _process: asyncio.subprocess.Process | None = None
     _reader: asyncio.Task[None] | None = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -67,7 +80,7 @@ class Commands:
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "chronicals.ui.prefork"),
+                    *(sys.executable, "-m", "chronicals.ui.prefork", *self.imported),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,

@@ -124,9 +124,7 @@ def recipe_fields() -> dict[str, FormField]:
     """Return the fields of a recipe by name, in the order of its headings, apart from sections."""
     schema = pydantic.TypeAdapter(Recipe).json_schema()
     headings = headings_of(Recipe)
-    known = {
-        name: heading for name, heading in headings.items() if name in schema["properties"]
-    }
+    known = {name: heading for name, heading in headings.items() if name in schema["properties"]}
     known |= {name: "" for name in schema["properties"] if name not in known}
     order = list(dict.fromkeys(known.values()))
     names = sorted(known, key=lambda name: order.index(known[name]))

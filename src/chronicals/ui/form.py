@@ -143,10 +143,10 @@ class DraftForm:
             options |= {word: word for word in words}
             options |= {text: text} if text not in options else {}
             return ui.select(options, value=text).props("outlined dense options-dense")
+        made: Any
         if one.kind == "sources":
             made = ui.textarea(value=text).props("outlined dense autogrow rows=1 debounce=250")
         else:
             made = ui.input(value=text, placeholder=self.defaults.get(one.name, one.default))
             made.props("outlined dense debounce=250")
         return made.props('spellcheck="false" autocomplete="off"')
-

@@ -102,7 +102,9 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.page(scope, receive, send)
             return
-        headers = {name.decode().lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode().lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
         if not self.is_own_host(headers.get("host", "")):
             await _refuse(scope, send, 403, "This host name is not the page's.")
         elif not self._is_own_origin(headers):

@@ -221,8 +221,10 @@ class Jobs:
 
         Args:
             folder: from ``new_folder``.
-            kind, card, output: see ``Job``.
+            kind: see ``Job``, as for the next three.
             arguments: of the command, without the program.
+            card: number of a card, or ``cpu``.
+            output: folder or file that the command writes.
             environment: variables of the process beside those of this one.
         """
         visible = {} if card == "cpu" else {"CUDA_VISIBLE_DEVICES": card}

@@ -91,9 +91,7 @@ def thinned(points: list[Point], most: int = SHOWN_POINTS) -> list[Point]:
     stretches = max(most // 2 - 1, 1)
     kept: list[Point] = []
     for number in range(stretches):
-        part = points[
-            number * len(points) // stretches : (number + 1) * len(points) // stretches
-        ]
+        part = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
         lowest = min(range(len(part)), key=lambda at: part[at][1])
         highest = max(range(len(part)), key=lambda at: part[at][1])
         kept += [part[at] for at in sorted({lowest, highest})]

@@ -136,7 +136,9 @@ class PlanPanel:
         whole = max(sum(held for _, held in parts), 1)
         with ui.element("div").classes("memory").props('aria-hidden="true"'):
             for number, (_, held) in enumerate(parts):
-                ui.element("i").classes(f"part-{number % 8}").style(f"width:{100 * held / whole:.2f}%")
+                ui.element("i").classes(f"part-{number % 8}").style(
+                    f"width:{100 * held / whole:.2f}%"
+                )
         with ui.element("div").classes("legend"):
             for number, (name, held) in enumerate(parts):
                 if held >= whole / 100:

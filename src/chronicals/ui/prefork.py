@@ -1,9 +1,10 @@
 """A process that has imported what commands need, and runs each in a copy of itself.
 
-``python -m chronicals.ui.prefork`` reads lines of JSON with a module and its arguments. For each it
-forks; the copy runs the module as ``python -m`` would, with its output in files, and ends. Imports
-take seconds and the plan of a run a tenth of one, so a plan can follow what is typed. Nothing is
-computed before the fork, so that no thread of a library is lost by it.
+``python -m chronicals.ui.prefork MODULE ...`` imports these modules, and reads lines of JSON with a
+module and its arguments. For each it forks; the copy runs the module as ``python -m`` would, with
+its output in files, and ends. Imports take seconds and the plan of a run a part of one, so a plan
+can follow what is typed. Nothing is computed before the fork, so that no thread of a library is
+lost by it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,10 @@ import sys
 import traceback
 from typing import Any
 
-IMPORTED = (
-    "chronicals.planning",
-    "chronicals.objectives",
-    "chronicals.verification",
-    "chronicals.training",
-    "chronicals.moe",
-    "typer",
-    "rich.table",
-)
-"""Modules that commands of the page begin with."""
-
 
 def main() -> None:
     """Answer requests until the input ends, with the server."""
-    for name in IMPORTED:
+    for name in sys.argv[1:]:
         # A package that is too old is an error of the command, which says so.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -65,7 +55,6 @@ def _run(request: dict[str, Any]) -> int:
     for stream, name in ((0, os.devnull), (1, request["output"]), (2, request["errors"])):
         opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, stream)
-    sys.stdin = open(0, closefd=False)
     sys.argv = [request["module"], *request["arguments"]]
     code: Any = 0
     try:

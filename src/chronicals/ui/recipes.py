@@ -11,6 +11,7 @@ from typing import Any
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.recipe import PATH_FIELDS
+from chronicals.config.reward_entries import reward_entry
 from chronicals.config.sections import PATH_SETTINGS, SECTIONS_FIELD
 from chronicals.ui.fields import FormField, recipe_fields
 from chronicals.ui.place import OutsideRoot, Place
@@ -166,6 +167,12 @@ class RecipeForm:
                     f"{name}: the page runs no code of a model; start chronicals ui with "
                     "--trust-remote-code"
                 )
+        for given in recipe.rewards or ():
+            if not self._is_own_reward(given):
+                faults["rewards"] = (
+                    f"rewards={given!r}: the page calls functions of files in its root alone; give "
+                    "file.py:function"
+                )
         for name, path in _paths(recipe):
             try:
                 check_path(self.place, path)
@@ -173,6 +180,17 @@ class RecipeForm:
                 faults[name] = f"{name}={error}"
         if faults:
             raise Faults(faults)
+
+    def _is_own_reward(self, given: Any) -> bool:
+        """Return whether a reward is no function of a module that anybody may have written.
+
+        A function of any installed module, called with a model's texts, could do anything.
+        """
+        entry = reward_entry(given)
+        module = entry.place.rpartition(":")[0]
+        if not entry.is_function or module.endswith(".py"):
+            return True
+        return (self.place.root / module.replace(".", "/")).with_suffix(".py").is_file()
 
 
 def _paths(recipe: Recipe) -> Iterable[tuple[str, str]]:
@@ -185,14 +203,13 @@ def _paths(recipe: Recipe) -> Iterable[tuple[str, str]]:
     for section, settings in recipe.sections.items():
         for name in sorted(PATH_SETTINGS & settings.keys()):
             yield f"{section}.{name}", str(settings[name])
-    for reward in recipe.rewards or ():
-        place = str(reward.place)
-        if reward.is_function and ".py:" in place:
-            yield "rewards", place.rpartition(":")[0]
-        elif reward.is_function:
-            yield "rewards", place.partition(":")[0].replace(".", "/") + ".py"
-        elif reward.is_model:
-            yield "rewards", place
+    for given in recipe.rewards or ():
+        entry = reward_entry(given)
+        where = entry.place.rpartition(":")[0]
+        if entry.is_model:
+            yield "rewards", entry.place
+        elif where.endswith(".py"):
+            yield "rewards", where
 
 
 def check_path(place: Place, path: str) -> None:

@@ -125,9 +125,10 @@ class Runs:
         """Return a name for the folder of a new run: ``runs/sft-1``."""
         taken = {job.output for job in self.jobs.all()}
         number = 1
-        while f"runs/{objective}-{number}" in taken or (
-            self.place.root / "runs" / f"{objective}-{number}"
-        ).exists():
+        while (
+            f"runs/{objective}-{number}" in taken
+            or (self.place.root / "runs" / f"{objective}-{number}").exists()
+        ):
             number += 1
         return f"runs/{objective}-{number}"
 

@@ -53,19 +53,16 @@ def presets() -> list[str]:
 
 def _build_choices(services: Services, draft: DraftForm, say: Say) -> None:
     """Build the choices of the objective and of a preset."""
-    with card():
-        with ui.element("div").classes("row"):
-            names = {name: say(f"nav.stage.{name}") for name in OBJECTIVES}
-            objective = ui.select(names, value=draft.name, label=say("configuration.objective"))
-            objective.props("outlined dense options-dense").classes("grow")
-            objective.on_value_change(
-                lambda event: ui.navigate.to(f"/configuration/{event.value}")
-            )
-            preset = ui.select(presets(), label=say("configuration.preset"), with_input=True)
-            preset.props("outlined dense options-dense").classes("grow")
-            preset.on_value_change(lambda event: lay_preset_over(draft, event.value))
-            clear = ui.button(say("configuration.clear"), on_click=lambda: _clear(draft))
-            clear.props("flat no-caps dense")
+    with card(), ui.element("div").classes("row"):
+        names = {name: say(f"nav.stage.{name}") for name in OBJECTIVES}
+        objective = ui.select(names, value=draft.name, label=say("configuration.objective"))
+        objective.props("outlined dense options-dense").classes("grow")
+        objective.on_value_change(lambda event: ui.navigate.to(f"/configuration/{event.value}"))
+        preset = ui.select(presets(), label=say("configuration.preset"), with_input=True)
+        preset.props("outlined dense options-dense").classes("grow")
+        preset.on_value_change(lambda event: lay_preset_over(draft, event.value))
+        clear = ui.button(say("configuration.clear"), on_click=lambda: _clear(draft))
+        clear.props("flat no-caps dense")
 
 
 def lay_preset_over(draft: DraftForm, name: str | None) -> None:

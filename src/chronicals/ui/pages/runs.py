@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from urllib.parse import quote
 
 from nicegui import ui
@@ -105,7 +106,9 @@ class _RunTable:
     def _choose(self, name: str, chosen: bool) -> None:
         names = self._chosen(self.services.runs.all())
         names = [one for one in names if one != name] + ([name] if chosen else [])
-        self.services.drafts.write(COMPARED, dict.fromkeys(names[-MOST_COMPARED:], "yes") or {"": ""})
+        self.services.drafts.write(
+            COMPARED, dict.fromkeys(names[-MOST_COMPARED:], "yes") or {"": ""}
+        )
         self.update()
 
     def _show_queue(self, waiting: dict[str, list[str]]) -> None:
@@ -126,7 +129,7 @@ class _RunTable:
                             "flat no-caps dense"
                         )
 
-    def _show_table(self, runs: list[Run], states: dict[str, str], chosen: list[str]) -> None:
+    def _show_table(self, runs: list[Run], states: Mapping[str, str], chosen: list[str]) -> None:
         self.table.clear()
         with self.table:
             if not runs:
@@ -138,10 +141,12 @@ class _RunTable:
                     box = ui.checkbox(value=run.name in chosen).props("dense")
                     box.props(f'aria-label="{self.say("runs.compare")}"')
                     if run.name in chosen:
-                        box.props(f"color=none").style(
+                        box.props("color=none").style(
                             f"color:{COLOURS[chosen.index(run.name) % len(COLOURS)]}"
                         )
-                    box.on_value_change(lambda event, name=run.name: self._choose(name, event.value))
+                    box.on_value_change(
+                        lambda event, name=run.name: self._choose(name, event.value)
+                    )
                     ui.link(run.name, f"/run?name={quote(run.name)}").classes("run-name")
                     ui.label(run.objective).classes("quiet objective")
                     chip(states[run.name], self.say)
@@ -170,7 +175,9 @@ class _RunTable:
         self.drawn = state
         names = drawn(list(found.values()))
         curves = {
-            metric: {name: one.curves[metric] for name, one in found.items() if metric in one.curves}
+            metric: {
+                name: one.curves[metric] for name, one in found.items() if metric in one.curves
+            }
             for metric in names
         }
         if list(self.boxes) != names:
