@@ -404,11 +404,13 @@ def _nf4_product(
         parts = x.new_empty((launch.splits, *out.shape), dtype=torch.float32)
     missing = MOST_WEIGHTS - len(packed)
     count = len(packed)
-    of_scales = [nested[at : at + count] for at in (0, count, 2 * count)] if nested else [absmax] * 3
+    of_scales = (
+        [nested[at : at + count] for at in (0, count, 2 * count)] if nested else [absmax] * 3
+    )
     pointers = [
         pointer
         for tensors in (packed, absmax, *of_scales)
-        for pointer in (*tensors, *tensors[:1] * missing)
+        for pointer in (*tensors, *[tensors[0]] * missing)
     ]
     tiles = sum(triton.cdiv(each, OUTPUTS_AT_ONCE) for each in outputs)
     _nf4_product_kernel[tiles, launch.splits](
