@@ -85,7 +85,10 @@ class Execution:
         """Return a trial after one of its runs, or when it was given up or stopped before."""
         folder = self.study.folder_of(trial)
         own = {name: getattr(recipe, name) for name in recipe.explicit}
-        fields = {**settings_of_runs(folder / leg.name, trial.seed), **leg.fields}
+        fields = {
+            **settings_of_runs(folder / leg.name, trial.seed, recipe.held_out_seed),
+            **leg.fields,
+        }
         Recipe(**laid_over(own, fields)).write_to(folder / leg.name)
         tail = MetricsTail(folder / leg.name / METRICS)
         process = RunProcess(folder / leg.name, folder / LOG_FILE, self.program)

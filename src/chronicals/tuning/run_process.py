@@ -116,16 +116,18 @@ class RunProcess:
         return State.FAILED, said or f"ended with status {status}"
 
 
-def settings_of_runs(folder: Path, seed: int) -> Mapping[str, Any]:
+def settings_of_runs(folder: Path, seed: int, held_out_seed: int) -> Mapping[str, Any]:
     """Return the fields that all runs of trials have: they leave a score, and little else.
 
     Args:
         folder: of the run.
         seed: of the trial.
+        held_out_seed: of the rows that are held out, the same for all trials.
     """
     return {
         "output_dir": folder,
         "seed": seed,
+        "validation_seed": held_out_seed,
         "eval_steps": None,
         "early_stopping_patience": None,
         "keep": "last",

@@ -92,7 +92,7 @@ class Search:
         """
         if self.settings.pruner == "none" or not trial.reports:
             return False
-        return self._replayed(self.study(trials), trial).should_prune()
+        return bool(self._replayed(self.study(trials), trial).should_prune())
 
     def pruner(self) -> BasePruner:
         """Return optuna's pruner."""

@@ -102,12 +102,8 @@ class Study:
 
 def _differing(kept: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
     """Return the names of what differs between two studies, without the number of trials."""
-    differing: list[str] = []
-    for part in kept.keys() | described.keys():
-        before, now = kept.get(part), described.get(part)
-        if part == "settings" or part == "recipe":
-            names = before.keys() | now.keys()
-            differing += [name for name in names - {"trials"} if before.get(name) != now.get(name)]
-        elif before != now:
-            differing.append(part)
-    return sorted(differing)
+    differing = set[str]()
+    for part in described:
+        before, now = kept.get(part, {}), described[part]
+        differing |= {name for name in before | now if before.get(name) != now.get(name)}
+    return sorted(differing - {"trials"})
