@@ -308,8 +308,9 @@ def check_prompts(
 def prompt_records(
     sources: tuple[RowSource, RowSource | None], rewards: Rewards, config: ChronicalsConfig
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the rows of the training data and of the held-out data; without any, both are of the
-    training data.
+    """Return the rows of the training data and of the held-out data.
+
+    Without held-out data of their own, both are of the training data.
 
     Raises:
         ConfigurationError: a row lacks a column that a reward needs.
