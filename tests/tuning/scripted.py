@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from scripted_run import PACKS
+
 from chronicals.config import Recipe
 from chronicals.tuning.schedule import Budget
 from chronicals.tuning.tuner import Tuner
-from scripted_run import PACKS
 
 PROGRAM = (sys.executable, str(Path(__file__).parent / "scripted_run.py"))
 

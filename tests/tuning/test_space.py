@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
+from scripted import recipe, tuner
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.tuning import fields
 from chronicals.tuning.settings import divided
 from chronicals.tuning.space import SPEED, Choice, Interval, Space
-from scripted import recipe, tuner
 
 
 def space(tmp_path, metric="loss", tuned=None, **own):

@@ -7,11 +7,11 @@ import random
 import time
 
 import pytest
+from scripted import tuner
 
 from chronicals.config import ConfigurationError
 from chronicals.tuning import StudyFailed
 from chronicals.tuning.trial import State
-from scripted import tuner
 
 pytest.importorskip("optuna")
 
