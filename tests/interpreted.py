@@ -14,6 +14,12 @@ from chronicals.kernels.launch import interpreting
 ROUNDED = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 
+only_interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="fp32 takes the reference on a card"
+)
+"""For a test of kernels in fp32."""
+
+
 @contextmanager
 def kernels_run() -> Iterator[None]:
     """Within: kernels run as they do on a card, with patches of their own, so that those of a

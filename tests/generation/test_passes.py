@@ -18,7 +18,7 @@ from chronicals.lora.layers import linear_adapters
 from chronicals.patching import patch_model, patch_parts
 from chronicals.patching.decoder_layer import runs
 from chronicals.quantization import Linear4bit, Packed, packed_layers
-from interpreted import counted_launches, kernels_run
+from interpreted import counted_launches, kernels_run, only_interpreted
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
 NEW = 8
@@ -103,6 +103,7 @@ def test_greedy_text_is_that_of_transformers(name):
     assert_like_transformers(model, prompts())
 
 
+@only_interpreted
 @pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "native"])
