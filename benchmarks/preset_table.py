@@ -102,7 +102,8 @@ TRAINED_SECTION = """
 
 Presets, each with the allocator capped at what its card has beside the driver: three steps or more, of random weights and
 documents (`python benchmarks/recipes_on_card.py OUT.json --presets`). Bytes are those of tensors. Tokens of a second are
-the H200's, of the last steps, beside the plan of the settings that were taken, at the H200's rates.
+the H200's, of the last steps, beside the plan of the settings that were taken, at the H200's rates. Where steps are
+graphs (cards of up to 16 GB, models of up to 3B), these few steps capture most of them and take longer than those that follow.
 
 | preset | GB held | planned | off | tokens a second | planned | settings |
 |---|---|---|---|---|---|---|

@@ -112,12 +112,14 @@ def test_importance_weights_are_truncated_or_masked_by_token_or_answer():
         "token_mask": weight.where(weight <= cap, 0.0),
     }
     for how, expected in of_token.items():
-        found = importance_weights(differences, drawn, answers, how, cap)
+        found, cut = importance_weights(differences, drawn, answers, how, cap)
         torch.testing.assert_close(found, expected)
+        assert cut.tolist() == (weight > cap).tolist()
     whole = torch.tensor([1.5] * 3 + [0.3] * 4, dtype=torch.float64).exp()
-    found = importance_weights(differences, drawn, answers, "sequence_truncate", cap)
+    found, cut = importance_weights(differences, drawn, answers, "sequence_truncate", cap)
+    assert cut.tolist() == [True] * 3 + [False] * 4
     torch.testing.assert_close(found, whole.clamp(max=cap))
-    found = importance_weights(differences, drawn, answers, "sequence_mask", cap)
+    found, _ = importance_weights(differences, drawn, answers, "sequence_mask", cap)
     torch.testing.assert_close(found, whole.where(whole <= cap, 0.0))
 
 

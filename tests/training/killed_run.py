@@ -14,13 +14,48 @@ import sys
 import traceback
 from pathlib import Path
 
-KINDS = ("micro-batch", "sync", "rename", "replace", "remove")
+OF_FILES = ("rename", "replace", "remove")
+"""Kinds of events that have a path."""
+
 CHANGES = {
     "full": {},
     "lora": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2},
     "bf16": {"mixed_precision": "bf16"},
     "8-bit states": {"mixed_precision": "bf16", "use_8bit_optimizer": True},
 }
+
+
+class Events:
+    """What a kill could come between; the process kills itself at the k-th.
+
+    Args:
+        folder: of the run.
+        kill_at: k, from 1; None to live on.
+    """
+
+    def __init__(self, folder: str, kill_at: int | None):
+        self.kinds: list[str] = []
+        self.folder = folder
+        self.kill_at = kill_at
+
+    def counted(self, kind: str, function):
+        """The function, each call of which is an event, before it does anything."""
+
+        def wrapper(*arguments, **named):
+            if kind not in OF_FILES or Path(arguments[0]).is_relative_to(self.folder):
+                self.kinds.append(kind)
+                if len(self.kinds) == self.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return wrapper
+
+    def count_files(self) -> None:
+        """Count what is done to files."""
+        os.fsync = self.counted("sync", os.fsync)
+        os.rename = self.counted("rename", os.rename)
+        os.replace = self.counted("replace", os.replace)
+        shutil.rmtree = self.counted("remove", shutil.rmtree)
 
 
 def run(
@@ -33,23 +68,9 @@ def run(
     from chronicals.objectives import NextToken
 
     torch.set_num_threads(1)
-    events: list[str] = []
-
-    def counted(kind, function):
-        def wrapper(*arguments, **named):
-            if kind in ("micro-batch", "sync") or Path(arguments[0]).is_relative_to(folder):
-                events.append(kind)
-                if len(events) == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **named)
-
-        return wrapper
-
-    NextToken.__call__ = counted("micro-batch", NextToken.__call__)
-    os.fsync = counted("sync", os.fsync)
-    os.rename = counted("rename", os.rename)
-    os.replace = counted("replace", os.replace)
-    shutil.rmtree = counted("remove", shutil.rmtree)
+    events = Events(folder, kill_at)
+    NextToken.__call__ = events.counted("micro-batch", NextToken.__call__)
+    events.count_files()
     runs.train(
         Path(folder),
         rows=tiny.chat_rows(30),
@@ -65,10 +86,10 @@ def run(
         **CHANGES[variant],
     )
     if events_file:
-        Path(events_file).write_text("\n".join(events))
+        Path(events_file).write_text("\n".join(events.kinds))
 
 
-def in_a_process(*arguments) -> int:
+def in_a_process(*arguments, run=run) -> int:
     """Exit code of ``run`` in a fresh process; -9 if it was killed."""
     if os.path.exists("/dev/nvidiactl"):  # CUDA outlives no fork
         context = multiprocessing.get_context("spawn")
@@ -76,7 +97,7 @@ def in_a_process(*arguments) -> int:
         context = multiprocessing.get_context("forkserver")
         preload = ["torch", "transformers", "chronicals.training", "killed_run"]
         context.set_forkserver_preload(preload)
-    process = context.Process(target=_quiet_run, args=arguments)
+    process = context.Process(target=_quiet_run, args=(run, *arguments))
     process.start()
     process.join(120)
     assert process.exitcode is not None, "the run hangs"
@@ -85,7 +106,7 @@ def in_a_process(*arguments) -> int:
     return process.exitcode
 
 
-def _quiet_run(folder: str, *arguments) -> None:
+def _quiet_run(run, folder: str, *arguments) -> None:
     sys.stdout = sys.stderr = open(f"{folder}.log", "w")  # noqa: SIM115
     try:
         run(folder, *arguments)

@@ -222,6 +222,26 @@ def test_where_the_loss_of_judged_answers_is_flat(values, flat):
     assert (why("kto", {}, {"loss": 0.5, **values}) is not None) == flat
 
 
+GOOD = {"advantage": 0.8, "loss": -0.1}
+
+
+@pytest.mark.parametrize(
+    "section, values, flat",
+    [
+        ({}, {"advantage": 0.0}, True),
+        ({}, GOOD, False),
+        ({}, {**GOOD, "clip/low": 0.3, "clip/high": 0.2}, True),
+        ({"entropy": 0.1}, {**GOOD, "clip/low": 0.3}, False),
+        ({"beta": 0.1}, {**GOOD, "clip/low": 0.3}, False),
+        ({"importance": "token_mask"}, {**GOOD, "importance/cut": 1.0}, True),
+        ({"importance": "token_truncate"}, {**GOOD, "importance/cut": 1.0}, False),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, dict) else str(given),
+)
+def test_where_the_loss_of_drawn_answers_is_flat(section, values, flat):
+    assert (why("grpo", {"grpo": section}, values) is not None) == flat
+
+
 def test_answers_of_which_none_is_good_are_trained(tmp_path):
     bad = [{**row, "label": False} for row in judged_rows(8)]
     result = runs.train(tmp_path, bad, objective="kto", max_steps=2, gate={"one_label": 1.0})

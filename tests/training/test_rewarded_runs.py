@@ -1,17 +1,20 @@
 """Runs with the rewards that a configuration names, in their own processes."""
 
+import json
 import logging
 from dataclasses import dataclass
 
 import pytest
+from typer.testing import CliRunner
 
 import rollouts
 import tiny
+from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.models import attach_score
 from chronicals.saving import save_model
 from chronicals.saving.model_files import text_files
-from chronicals.training import ChronicalsTrainer
+from chronicals.training import ChronicalsTrainer, loading
 from chronicals.training.errors import TrainingError
 from chronicals.training.preparation import readable_again
 from chronicals.training.run.callbacks import read_metrics
@@ -155,3 +158,24 @@ def test_a_reward_that_does_not_fit_is_refused_before_the_first_step(
     with pytest.raises(ConfigurationError, match=said):
         train(tmp_path, rewards)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_column_that_rows_lack_is_found_before_a_model_is_loaded(tmp_path, mine, monkeypatch):
+    tiny.llama().save_pretrained(tmp_path / "tiny")
+    tiny.tokenizer().save_pretrained(tmp_path / "tiny")
+    rows = [{"prompt": "why?", "level": 1}, {"prompt": "and then?"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(*given):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(loading, "load_to_train", load)
+    places = ["--model", tmp_path / "tiny", "--output-dir", tmp_path / "run"]
+    flags = [*places, "--objective", "grpo", "--rewards", f"{mine}:of_another_column"]
+    for data in ("--data", "--validation-data"):
+        train = [] if data == "--data" else ["--data", tmp_path / "whole.jsonl"]
+        (tmp_path / "whole.jsonl").write_text(json.dumps(rows[0]) + "\n")
+        given = map(str, ["train", *flags, *train, data, tmp_path / "prompts.jsonl"])
+        with pytest.raises(ConfigurationError, match="row 2: .*of_another_column.*level"):
+            CliRunner().invoke(app, [*given], catch_exceptions=False)

@@ -1,6 +1,7 @@
 """Runs whose answers the model draws."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -210,6 +211,31 @@ def test_a_step_without_variance_says_so(tmp_path, caplog):
 
     rollouts.train(tmp_path, rewards=rollouts.Rewards((same,)), max_steps=2, report_samples=0)
     assert "rewards of each prompt's answers are all equal" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_step_whose_ratios_are_all_clipped_counts_and_says_so(tmp_path, caplog):
+    """An answer's ratio is the product of its tokens', which one update takes far from 1."""
+    section = {"iterations": 2, "clip_low": 1e-6, "importance": "token_truncate"}
+    given = {"objective": "rloo", "section": section, "report_samples": 0}
+    rollouts.train(tmp_path, max_steps=4, learning_rate=1e-2, **given)
+    lines = metrics(tmp_path)
+    assert [line["grad_norm"] > 0 for line in lines] == [True, False, True, False]
+    assert re.search(r"step 2 has no gradient: .*% of the ratios are beyond the clip", caplog.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["token_truncate", "sequence_mask"])
+def test_the_share_of_cut_weights_is_shown(how, tmp_path):
+    recorded = rollouts.Recorded.of(seed=1)
+    section = {"importance": how, "importance_cap": 1.2}
+    found, _ = rollouts.one_update(recorded, tmp_path, section=section, batch_size=2)
+    logs = [old - drawn for old, drawn in zip(recorded.old, recorded.drawn)]
+    if how == "sequence_mask":
+        logs = [log.sum().expand_as(log) for log in logs]
+    cut = torch.cat(logs).exp() > 1.2
+    assert 0.1 < cut.float().mean() < 0.9
+    assert found["importance/cut"] == pytest.approx(float(cut.float().mean()), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def train_command(
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.loading import load_to_train
-    from chronicals.training.rollouts.rollout_run import rewards_of
+    from chronicals.training.rollouts.rollout_run import check_prompts, rewards_of
 
     # Both raise before anything is loaded if their settings are wrong.
     objective = build_objective(config)
@@ -138,6 +138,7 @@ def train_command(
             resumed = resume_from or resume
             _check_data(plan, config, saved, tokenizer, ranks, resumed, console, rewards)
             return
+        check_prompts(objective, rewards, plan.sources, config, ranks)
         if ranks.writer:
             keep_in(config.output_dir)
         model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)

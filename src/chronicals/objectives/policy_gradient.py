@@ -246,8 +246,8 @@ class Answers:
 
 def importance_weights(
     old: Tensor, drawn: Tensor, answers: Answers, how: Importance, cap: float
-) -> Tensor:
-    """Return the weight π_old / π_drawn of each token, ``[T]`` (Yao et al., 2025).
+) -> tuple[Tensor, Tensor]:
+    """Return the weight π_old / π_drawn of each token (Yao et al., 2025), and which are cut, ``[T]``.
 
     Args:
         old: log-probabilities by the trainer's own pass when the answers were drawn, ``[T]``.
@@ -261,9 +261,8 @@ def importance_weights(
     if how.startswith("sequence"):
         log_weight = answers.of_tokens(answers.sums(log_weight))
     weight = log_weight.exp()
-    if how.endswith("truncate"):
-        return weight.clamp(max=cap)
-    return torch.where(weight > cap, 0.0, weight)
+    cut = weight > cap
+    return torch.where(cut, cap if how.endswith("truncate") else 0.0, weight), cut
 
 
 class PolicyGradient(WithReference):
@@ -303,15 +302,18 @@ class PolicyGradient(WithReference):
         answers = Answers(batch)
         drawn = batch.tokens[DRAWN]
         old = batch.tokens.get(OLD, drawn)
-        weight = None
+        weight, cut = None, None
         if given.importance != "none":
             old = batch.tokens.get(OLD, scores.log_p.detach())
-            weight = importance_weights(old, drawn, answers, given.importance, given.importance_cap)
+            weight, cut = importance_weights(
+                old, drawn, answers, given.importance, given.importance_cap
+            )
         log_ratio = torch.where(answers.trained, scores.log_p - old, 0.0)
         advantage = answers.of_tokens(batch.segments[ADVANTAGE])
         losses, ratio, terms = self.losses(log_ratio, scores.log_p, advantage, answers)
-        if weight is not None:
+        if weight is not None and cut is not None:
             losses = losses * weight
+            terms["importance/cut"] = Term(answers.total(cut.float()), 0.0, PER_TOKEN)
         if reference is not None and self.penalises_in_loss:
             kl = divergence(scores.log_p, reference, ratio, given.kl, given.kl_ratio)
             losses = losses + given.beta * kl
@@ -588,10 +590,22 @@ class PolicyGradient(WithReference):
         )
 
     def why_no_gradient(self, values: Mapping[str, float]) -> str | None:
-        """Return a reason if all advantages are 0, as in groups whose rewards are all equal."""
+        """Return a reason if all advantages are 0, or all ratios that have one are held back."""
         if values.get("advantage", 1.0) == 0.0:
             return "the rewards of each prompt's answers are all equal, so no answer is better"
-        return None
+        given = self.settings
+        if given.entropy or (given.beta and self.penalises_in_loss):
+            return None
+        clipped = values.get("clip/low", 0.0) + values.get("clip/high", 0.0)
+        masked = values.get("importance/cut", 0.0) if given.importance.endswith("mask") else 0.0
+        if not clipped and not masked:
+            return None
+        return (
+            f"{clipped:.0%} of the ratios are beyond the clip and {masked:.0%} of the weights of "
+            "importance are masked, and no other answer has an advantage: the policy is too far "
+            f"from the one that drew the answers; lower learning_rate, {self.section}.iterations "
+            f"or {self.section}.updates"
+        )
 
 
 GAP_FIELDS = ("gap", "passed", "drawn", "token", "position", "answer")

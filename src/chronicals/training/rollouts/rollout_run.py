@@ -161,18 +161,12 @@ class RolloutRun:
         Raises:
             ConfigurationError: a row lacks a column.
         """
+        run = cls(objective, tokenizer, rewards, ((), ()))
 
         def read() -> None:
             assert rewards is not None
-            train = [record for _, record in read_records(sources[0], config.seed)]
-            held_out = train
-            if sources[1] is not None:
-                held_out = [record for _, record in read_records(sources[1], config.seed)]
-            for rows in (train, held_out):
-                check_columns(rows, rewards)
-            run.records = train, held_out
+            run.records = prompt_records(sources, rewards, config)
 
-        run = cls(objective, tokenizer, rewards, ((), ()))
         ranks.writer_does(read, ConfigurationError)
         return run
 
@@ -286,6 +280,48 @@ class RolloutRun:
 
 def _nothing(*_: Any) -> Any:
     raise AssertionError("these steps are only measured")
+
+
+def check_prompts(
+    objective: Objective,
+    rewards: Rewards | None,
+    sources: tuple[RowSource, RowSource | None],
+    config: ChronicalsConfig,
+    ranks: Mesh,
+) -> None:
+    """Check that prompts have the columns that rewards need, before a model is loaded.
+
+    All ranks must call it. An objective that draws no answers has no rewards.
+
+    Raises:
+        ConfigurationError: a row lacks a column.
+    """
+
+    def read() -> None:
+        assert rewards is not None
+        prompt_records(sources, rewards, config)
+
+    if objective.draws_answers:
+        ranks.writer_does(read, ConfigurationError)
+
+
+def prompt_records(
+    sources: tuple[RowSource, RowSource | None], rewards: Rewards, config: ChronicalsConfig
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the rows of the training data and of the held-out data.
+
+    Without held-out data of their own, both are of the training data.
+
+    Raises:
+        ConfigurationError: a row lacks a column that a reward needs.
+    """
+    train = [record for _, record in read_records(sources[0], config.seed)]
+    held_out = train
+    if sources[1] is not None:
+        held_out = [record for _, record in read_records(sources[1], config.seed)]
+    for rows in (train, held_out):
+        check_columns(rows, rewards)
+    return train, held_out
 
 
 def check_columns(records: Sequence[Any], rewards: Rewards) -> None:
