@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chronicals.training import Callback as Callback
     from chronicals.training import ChronicalsTrainer as ChronicalsTrainer
     from chronicals.training import TrainingResult as TrainingResult
+    from chronicals.tuning import Tuner as Tuner
 
 _HOME = {
     "Callback": "chronicals.training:Callback",
@@ -28,6 +29,7 @@ _HOME = {
     "LoRAConfig": "chronicals.lora:LoRAConfig",
     "PatchReport": "chronicals.patching:PatchReport",
     "TrainingResult": "chronicals.training:TrainingResult",
+    "Tuner": "chronicals.tuning:Tuner",
     "apply_lora": "chronicals.lora:apply_lora",
     "evaluate": "chronicals.training.run.evaluation:evaluate_data",
     "export": "chronicals.export:",

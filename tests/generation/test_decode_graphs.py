@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import logging
+import time
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 
 import pytest
 import torch
@@ -188,12 +189,15 @@ def test_the_next_steps_are_queued_before_what_was_drawn_is_read(model, monkeypa
     assert happened == ["queued", "read", "queued", "read", "queued", "read", "read"]
 
 
-def test_a_time_limit_keeps_what_was_drawn_before_it(model):
-    engine = Engine(model, EngineSettings(steps_a_look=2), EmulatedRecorder())
-    ((answer,),) = engine.generate([Request([5, 6, 7], 9)], seconds=0.0)
+@pytest.mark.parametrize(("seconds", "tokens"), [(0, 1), (5, 5)])
+def test_a_time_limit_keeps_what_was_drawn_before_it(model, monkeypatch, seconds, tokens):
+    """A first token at least, and then looks of two steps; a second passes at each look."""
     ((whole,),) = Engine(model).generate([Request([5, 6, 7], 9)])
-    assert answer.ended == "time" and answer.tokens == whole.tokens[: len(answer.tokens)]
-    assert len(answer.tokens) == len(answer.entropies) == 3  # the first, and a look of two steps
+    monkeypatch.setattr(time, "monotonic", count().__next__)
+    engine = Engine(model, EngineSettings(steps_a_look=2), EmulatedRecorder())
+    ((answer,),) = engine.generate([Request([5, 6, 7], 9)], seconds=seconds)
+    assert answer.ended == "time" and answer.tokens == whole.tokens[:tokens]
+    assert len(answer.entropies) == tokens
 
 
 @pytest.mark.slow

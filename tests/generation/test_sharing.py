@@ -12,7 +12,7 @@ from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings, Prompt, Sample
 from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels import paged_attention
-from interpreted import kernels_run
+from interpreted import kernels_run, only_interpreted
 
 PAGE = 4
 LAYER = LayerSizes(2, 16, 16, torch.bfloat16, queries=4)
@@ -57,6 +57,7 @@ def test_layers_with_a_window_share_nothing():
     assert (both.members, both.token_bytes) == (32, LAYER.bytes)
 
 
+@only_interpreted
 @pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize("family", [{}, {"num_key_value_heads": 1}], ids=["groups", "one key head"])

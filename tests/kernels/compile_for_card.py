@@ -12,6 +12,7 @@ import random as chance
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -475,7 +476,7 @@ def four_bits(nf4) -> None:
 
 def products_of_few_rows(nf4) -> None:
     """One row and many, with splits and without, both forms of scales, small blocks and large."""
-    from chronicals.kernels.nf4_product import nf4_product
+    from chronicals.kernels.nf4_product import nf4_product, nf4_products
 
     for outputs, columns, block in ((1024, 4096, 64), (16384, 896, 32), (64, 4096, 512)):
         packed = torch.zeros(outputs * columns // 2, dtype=torch.uint8)
@@ -485,6 +486,13 @@ def products_of_few_rows(nf4) -> None:
             x = torch.zeros(rows, columns, dtype=HALF)
             for scales in (nf4.Scales(absmax), nf4.Scales(*nested)):
                 nf4_product(x, packed, scales, outputs, block)
+                sizes = outputs // 2, outputs // 4, outputs // 4
+                parts = [packed[: size * columns // 2] for size in sizes]
+                forms = [
+                    replace(scales, absmax=scales.absmax[: size * columns // block])
+                    for size in sizes
+                ]
+                nf4_products(x, parts, forms, sizes, block)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """A model answers and trains in turns: memory does not grow, and each has what the other gave back."""
 
+import gc
 from contextlib import contextmanager
 from functools import partial
 
@@ -29,6 +30,7 @@ from tracked import Tracked
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TOKENS = 64
 TURNS = 500
+ON_CARD = torch.cuda.is_available()
 SETTINGS = EngineSettings(page_size=16, slots=4)
 
 
@@ -174,8 +176,8 @@ def test_rollouts_of_a_run_are_exact_where_it_asks(tmp_path):
         (partial(families.build, "mamba"), {}, "MambaForCausalLM: "),
         (
             tiny.llama,
-            {"mixed_precision": "bf16"},
-            "LlamaForCausalLM: mixed_precision='bf16', and only fp32 on the CPU is proved",
+            {"mixed_precision": "fp32" if ON_CARD else "bf16"},
+            "LlamaForCausalLM: mixed_precision='....', and only (fp32 on the CPU|16 bits on a card)",
         ),
     ],
     ids=["latents", "recurrent", "precision"],
@@ -207,12 +209,15 @@ def test_turns_on_a_card_take_no_more_than_the_larger_of_both(tmp_path, graphed)
         "use_cuda_graphs": graphed,
     }
     losses, reserved = {}, {}
+    cache = 64 << 20
     for answers in (False, True):
+        gc.collect()
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
         model = tiny.llama(eos_token_id=None, **sizes).cuda()
         folder = tmp_path / str(answers)
         with trained(folder, model, **options) as session:
-            turns = Turns(session, EngineSettings(64 << 20, slots=16))
+            turns = Turns(session, EngineSettings(cache, slots=16))
             found, peaks = [], []
             for turn in range(20):
                 torch.cuda.reset_peak_memory_stats()
@@ -220,12 +225,18 @@ def test_turns_on_a_card_take_no_more_than_the_larger_of_both(tmp_path, graphed)
                     made = [Request([*range(1, 250)], 64, Sampling(1.0), 4, n) for n in range(4)]
                     turns.generate(made)
                 found.append(float(session.train_once(step(turn, tokens))["loss"]))
-                peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+                peaks.append(
+                    (
+                        torch.cuda.max_memory_allocated() - before,
+                        torch.cuda.max_memory_reserved() - before,
+                    )
+                )
             if graphed:
                 assert session._graphed.of_micro and session._graphed.releases == 0
             losses[answers], reserved[answers] = found, peaks
+            held = torch.cuda.memory_allocated() - before
         del session, turns, model
     assert losses[True] == pytest.approx(losses[False], rel=2e-3)
     for alone, both in zip(zip(*reserved[False]), zip(*reserved[True])):
-        assert max(both) <= 1.05 * max(max(alone), 64 << 20)
+        assert max(both) <= 1.05 * max(max(alone), held + cache)
         assert max(both[10:]) <= max(both[:10])

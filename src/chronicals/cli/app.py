@@ -27,6 +27,8 @@ from chronicals.cli.options import Command
 from chronicals.cli.plan import plan_command
 from chronicals.cli.quickstart import quickstart_command
 from chronicals.cli.train import train_command
+from chronicals.cli.tune import tune_command
+from chronicals.cli.ui import ui_command
 from chronicals.cli.verify import verify_command
 from chronicals.cli.wording import LogFormatter, in_users_form
 from chronicals.versions import VersionError
@@ -123,8 +125,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "push": push_command,
     "benchmark": benchmark_command,
     "plan": plan_command,
+    "tune": tune_command,
     "verify": verify_command,
     "doctor": doctor_command,
+    "ui": ui_command,
 }
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)

@@ -636,6 +636,10 @@ class ChronicalsConfig:
     validation_split: ShareBelowOne = Field(
         default=0.0, description="Share of the rows held out, instead of data of their own"
     )
+    validation_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        default=None,
+        description="Seed that draws the rows which validation_split holds out (default: seed)",
+    )
     eval_steps: Positive | None = Field(
         default=None, description="Evaluate every so many steps (default: at the end)"
     )
@@ -929,6 +933,11 @@ class ChronicalsConfig:
     def epochs(self) -> int | None:
         """Passes over the data; one by default, None if the number of steps is set."""
         return None if self.max_steps is not None else self.num_epochs or 1
+
+    @property
+    def held_out_seed(self) -> int:
+        """``validation_seed``, or the seed of the run."""
+        return self.seed if self.validation_seed is None else self.validation_seed
 
     @property
     def trained_tokens(self) -> TrainOn:

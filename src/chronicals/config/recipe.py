@@ -23,7 +23,7 @@ from chronicals.config.data_source import ColumnNames, OptionalSources, Sources,
 from chronicals.config.presets import AUTO_PRESET, preset_fields
 from chronicals.config.reward_entries import lasting_reward
 from chronicals.config.sections import lasting_sections
-from chronicals.config.values import lasting, not_foreign
+from chronicals.config.values import as_dimensions, lasting, not_foreign
 
 RESUME_FILE = "resume.yaml"
 """File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there
@@ -91,6 +91,12 @@ class Recipe(ChronicalsConfig):
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the model"
+    )
+
+    tune: Annotated[dict[str, Any], BeforeValidator(as_dimensions)] = Field(
+        default_factory=dict,
+        description="What chronicals tune tries, NAME=[LOW, HIGH, log] or NAME=[VALUE, VALUE], and "
+        "settings of the study (docs/tuning.md); train does not read it",
     )
 
     @classmethod

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import yaml
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
@@ -98,6 +99,30 @@ def as_shares(value: Any) -> Any:
             raise PydanticCustomError("shares", "{name} is named twice", {"name": repr(name)})
         shares[name] = share
     return shares
+
+
+def as_dimensions(value: Any) -> Any:
+    """Return a mapping as it is, and ``name=values`` texts of the command line as a mapping.
+
+    Values are read as YAML: ``learning_rate=[1e-5, 1e-3, log]``.
+    """
+    texts = as_value_list(value)
+    if not isinstance(texts, list):
+        return value
+    dimensions = dict[str, Any]()
+    for text in texts:
+        name, sign, values = (part.strip() for part in str(text).partition("="))
+        try:
+            dimensions[name] = yaml.safe_load(values)
+        except yaml.YAMLError:
+            sign = ""
+        if not (sign and name and values):
+            raise PydanticCustomError(
+                "dimensions",
+                "{text} is not NAME=[VALUE, VALUE], nor NAME=[LOW, HIGH, log]",
+                {"text": repr(text)},
+            )
+    return dimensions
 
 
 def as_pattern(value: Any) -> Any:

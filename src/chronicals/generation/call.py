@@ -143,10 +143,11 @@ class Call:
     def run(self, each: Callable[[int, int, list[int]], None] | None, end: float | None) -> None:
         """Take steps until all answers have ended, or until a time of ``time.monotonic``."""
         while self.is_unfinished:
-            if end is not None and time.monotonic() >= end and self.have_begun:
+            if end is not None and time.monotonic() >= end:
                 self._read_last(each)
-                self.stop("time")
-                break
+                if self.have_begun:
+                    self.stop("time")
+                    break
             self.step(each)
 
     def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:

@@ -70,6 +70,7 @@ PROVED_ON = 4
 MOVES = frozenset(
     {
         "__rshift__",
+        "_pin_memory",
         "_to_copy",
         "_unsafe_view",
         "abs",
@@ -99,6 +100,7 @@ MOVES = frozenset(
         "index",
         "index_copy_",
         "index_select",
+        "is_pinned",
         "isfinite",
         "le",
         "lift_fresh",

@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs that share a memory pool, on a stream of its own."""
+"""Capture of CUDA graphs that share a memory pool, on a stream for captures and replays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from chronicals.kernels.products import HIGH_PRIORITY
+from chronicals.kernels.products import HIGH_PRIORITY, stream_of_priority
 from chronicals.kernels.tensor_lists import tables_looked_up
 
 CapturedResult = TypeVar("CapturedResult")
@@ -31,11 +31,15 @@ class Graph:
 
 
 class Recorder:
-    """Captures graphs that share one memory pool, on a stream of its own."""
+    """Captures graphs that share one memory pool, on a stream beside the default one.
+
+    All recorders of a card have the same stream, since cuBLAS keeps a workspace for each (32 MiB on
+    Hopper) for as long as the process lives.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
+        self.stream = stream_of_priority(device, HIGH_PRIORITY)
         self.pool = torch.cuda.graph_pool_handle()
         self._graphs = WeakSet[Graph]()
 

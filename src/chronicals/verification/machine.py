@@ -29,6 +29,7 @@ _PACKAGES = (
     "tensorboard",
     "wandb",
     "mlflow-skinny",
+    "optuna",
 )
 
 PURPOSES = {
@@ -39,6 +40,8 @@ PURPOSES = {
     "wandb": "curves in Weights & Biases",
     "mlflow": "curves in MLflow",
     "export": "models as GGUF",
+    "tune": "the search for settings",
+    "ui": "the web page, chronicals ui",
     "math": "rewards of answers to mathematical questions",
 }
 """Purpose of each extra of the package."""

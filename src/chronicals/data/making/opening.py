@@ -94,7 +94,7 @@ def open_divided(
     report = store.report
     if not len(store) or report.errors(config.gate):
         _judged(name, store, report.ledger, config, report_file)  # raises
-    training, held_out = store.split(config.validation_split, config.seed)
+    training, held_out = store.split(config.validation_split, config.held_out_seed)
     training = replace(training, report=_with_documents_of(training, report))
     # A text in pieces counts as trained if any of its pieces is.
     only_held_out = held_out.subset(np.flatnonzero(~np.isin(held_out.rows, training.rows)))

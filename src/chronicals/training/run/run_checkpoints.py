@@ -44,6 +44,7 @@ ORDERED_BY = (
     "pack_parts",
     "context_parallel",
     "validation_split",
+    "validation_seed",
 )
 """Fields of the configuration that decide the order of documents."""
 

@@ -1,0 +1,95 @@
+"""``chronicals tune``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chronicals.cli.options import PRESET_HELP, with_known_names, with_recipe_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from chronicals.tuning import Event, Tuner
+
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at the tuner's events."""
+
+
+@with_recipe_flags
+def tune_command(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="YAML file with any of the fields below, as for train, and tune"),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=2, help="Trials, the first with your own settings [30]")
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="What is compared: loss (held-out cross-entropy), a held-out metric of the "
+            "objective, or tokens_per_second [loss]"
+        ),
+    ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the study, which goes on if it is there [OUTPUT_DIR-study]"),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
+    **flags: Any,
+) -> None:
+    """Try settings of a run on its own data, and say which are best.
+
+    `chronicals tune recipe.yaml` takes what `train` takes, with something held out, and a block
+    `tune: {learning_rate: [1e-5, 1e-3, log], lora_rank: [8, 16, 64]}`. Each trial is a run of its
+    own. The study is a folder: the same command goes on with it, however it ended.
+    """
+    from chronicals.config import Recipe
+    from chronicals.tuning import Tuner
+
+    given = with_known_names(Recipe.given(preset, recipe, **flags))
+    asked = {"trials": trials, "metric": metric}
+    tune = {name: value for name, value in asked.items() if value is not None}
+    tuner = Tuner(given, study, **tune)
+
+    from rich.console import Console
+
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    _follow(tuner, console)
+
+
+def _follow(tuner: Tuner, console: Console) -> None:
+    """Run a study to its end, and print its events.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed; the study goes on with the same command.
+    """
+    from chronicals.training.errors import Interrupted
+
+    tuner.start()
+    try:
+        while tuner.is_running():
+            for event in tuner.poll():
+                _show(event, console)
+            time.sleep(LOOK_SECONDS)
+    except KeyboardInterrupt:
+        console.print("stopping: the trial finishes its step and saves")
+        tuner.stop()
+        raise Interrupted(
+            f"stopped; the same command goes on with the study in {tuner.study.folder}"
+        ) from None
+    for event in tuner.poll():
+        _show(event, console)
+    if tuner.error is not None:
+        raise tuner.error
+
+
+def _show(event: Event, console: Console) -> None:
+    from rich.markup import escape
+
+    if event.kind == "trial":
+        console.print(escape(event.text))

@@ -1,0 +1,245 @@
+"""Tuner: tries settings of a run on its own data, each in a run of its own, and says which are best."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from chronicals.config import ConfigurationError, Recipe
+from chronicals.training.errors import TrainingError
+from chronicals.tuning.execution import Execution
+from chronicals.tuning.run_process import PROGRAM
+from chronicals.tuning.schedule import Budget, Schedule, schedule_of
+from chronicals.tuning.search import Search, by_score, check_installed
+from chronicals.tuning.settings import divided
+from chronicals.tuning.space import SPEED, Space
+from chronicals.tuning.study import Study
+from chronicals.tuning.trial import State, Trial
+
+MOST_FAILURES = 3
+"""Failures in a row, for other reasons than its values, that end a study."""
+
+REPEATED = 3
+"""Best trials that run again with other seeds."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a study.
+
+    Attributes:
+        kind: ``log`` is a line for people; ``status`` is what the tuner does: running, stopped,
+            finished or failed; ``trial`` is that a trial began, was scored, or ended.
+        text: the line, or the status.
+        trial: the trial, as it is now.
+    """
+
+    kind: Literal["log", "status", "trial"]
+    text: str
+    trial: Trial | None = None
+
+
+class StudyFailed(TrainingError):
+    """A study cannot go on; its trials stay."""
+
+
+class Tuner:
+    """Tuner of a recipe.
+
+    Args:
+        recipe: the user's own settings, with what is tuned in ``tune``; or the path of its file.
+        study: folder of the study; beside the recipe's ``output_dir`` by default. A study that is
+            there goes on.
+        program: the command line, as a program and its first arguments.
+        budget: measures the length of a run.
+        **tune: dimensions and settings that win over those of the recipe.
+
+    Raises:
+        ConfigurationError: optuna is missing, nothing is held out, a field does not exist or cannot
+            be tuned, or a range is wrong; the message has a line for each.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | Path,
+        study: str | Path | None = None,
+        *,
+        program: Sequence[str] = PROGRAM,
+        budget: Callable[[Recipe], Budget] | None = None,
+        **tune: Any,
+    ):
+        check_installed()
+        if not isinstance(recipe, Recipe):
+            recipe = Recipe.given(file=Path(recipe))
+        self.settings, given = divided({**recipe.tune, **tune})
+        self.recipe = Recipe(
+            **{name: getattr(recipe, name) for name in recipe.explicit if name != "tune"}
+        )
+        metric = self.settings.metric
+        if metric != SPEED and not (self.recipe.validation_data or self.recipe.validation_split):
+            raise ConfigurationError(
+                f"metric={metric!r}: nothing is held out to compare trials by; set validation_data "
+                "or validation_split"
+            )
+        self.space = Space.of(given, self.recipe, metric)
+        beside = self.recipe.output_dir
+        folder = beside.with_name(f"{beside.name}-study") if study is None else Path(study)
+        self.study = Study(folder.expanduser().absolute())
+        self.program = program
+        self._measure = budget
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Begin the study, or go on with it, in a thread; it does nothing while one runs."""
+        if self.is_running():
+            return
+        self._stopping.clear()
+        self.error = None
+        self._thread = threading.Thread(target=self._run_and_tell, name="tuner", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the study for now, after the step of the running trial, and wait until it has ended.
+
+        The trial writes a checkpoint, with which it goes on when the study does.
+        """
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call."""
+        events: list[Event] = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
+
+    def is_running(self) -> bool:
+        """Return whether the study is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def run(self) -> None:
+        """Run the study to its end, or until ``stop`` is called from another thread.
+
+        Raises:
+            ConfigurationError: the folder holds another study, or a setting is wrong.
+            StudyFailed: the user's own settings fail, or trial after trial does.
+        """
+        with self.study.sole_tuner():
+            self._tell("status", "running")
+            schedule = self._prepare()
+            execution = Execution(
+                self.study,
+                self.space,
+                schedule,
+                self.settings.metric,
+                self.program,
+                self._stopping,
+                lambda trial: self._tell("trial", f"trial {trial.number} has a report", trial),
+            )
+            search = Search(self.space, self.settings, self.recipe.seed, schedule.units)
+            self._search(search, execution)
+            self._repeat(execution)
+            self._tell("status", "stopped" if self._stopping.is_set() else "finished")
+
+    def _run_and_tell(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+            self._tell("log", str(error))
+            self._tell("status", "failed")
+
+    def _tell(self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None):
+        self._events.put(Event(kind, text, trial))
+
+    def _prepare(self) -> Schedule:
+        """Return the schedule of the trials, and keep what the study is about.
+
+        The length of the user's own run is measured once.
+        """
+        own = {name: self.recipe.to_dict()[name] for name in sorted(self.recipe.explicit)}
+        about = {
+            "space": self.space.to_json(),
+            "settings": asdict(self.settings),  # type: ignore[call-overload]
+            "recipe": own,
+        }
+        kept = self.study.about()
+        if "budget" in kept:
+            budget = Budget(**kept["budget"])
+        else:
+            from chronicals.tuning.budget import budget_of
+
+            budget = (self._measure or budget_of)(self.recipe)
+        self.study.begin({**about, "budget": asdict(budget)})
+        if "learning_rate" not in self.recipe.explicit:
+            self.recipe = self.recipe.fitted(learning_rate=budget.learning_rate)
+            self.space = replace(self.space, recipe=self.recipe)
+        return schedule_of(budget, self.settings, self.space)
+
+    def _search(self, search: Search, execution: Execution) -> None:
+        """Carry out the trials of the search that are not there yet."""
+        while not self._stopping.is_set():
+            trials = self._searched()
+            if trials and trials[-1].state == State.RUNNING:
+                *before, trial = trials
+            elif len(trials) >= self.settings.trials:
+                return
+            else:
+                before = trials
+                trial = self._begin(search.next_params(trials), self.recipe.seed)
+            ended = execution.carry_out(trial, partial(search.gives_up, before))
+            self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+            self._check_that_trials_work([*before, ended])
+
+    def _searched(self) -> list[Trial]:
+        return [trial for trial in self.study.trials() if trial.repeats is None]
+
+    def _repeat(self, execution: Execution) -> None:
+        """Run the best trials and the user's own again, with other seeds."""
+        if self.settings.metric == SPEED:
+            return
+        best = by_score(self.settings, self._searched())
+        chosen = {trial.number: trial for trial in best[:REPEATED]}
+        chosen |= {trial.number: trial for trial in best if trial.number == 0}
+        for seed in range(self.recipe.seed + 1, self.recipe.seed + 1 + self.settings.repeats):
+            for number, trial in chosen.items():
+                if self._stopping.is_set():
+                    return
+                there = {(t.repeats, t.seed): t for t in self.study.trials()}
+                repeat = there.get((number, seed)) or self._begin(trial.params, seed, number)
+                if repeat.state == State.RUNNING:
+                    ended = execution.carry_out(repeat, None)
+                    self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+
+    def _begin(self, params: Mapping[str, Any], seed: int, repeats: int | None = None) -> Trial:
+        number = len(self.study.trials())
+        trial = Trial(number, params, seed, repeats, began=time.time())
+        self.study.add(trial)
+        self._tell("trial", f"trial {number} begins", trial)
+        return trial
+
+    def _check_that_trials_work(self, trials: Sequence[Trial]) -> None:
+        """Check that the user's own settings work, and that not trial after trial fails.
+
+        Raises:
+            StudyFailed: they do not.
+        """
+        own = trials[0]
+        if own.state not in (State.RUNNING, State.COMPLETE):
+            raise StudyFailed(f"trial 0, with your own settings, is {own.state}: {own.reason}")
+        last = trials[-MOST_FAILURES:]
+        if len(last) == MOST_FAILURES and all(trial.state == State.FAILED for trial in last):
+            raise StudyFailed(
+                f"{MOST_FAILURES} trials in a row failed, the last one (trial {last[-1].number}) "
+                f"with: {last[-1].reason}"
+            )
