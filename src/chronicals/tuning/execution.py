@@ -11,10 +11,11 @@ from typing import Any
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
 from chronicals.saving import remove_folder
+from chronicals.tuning.fields import SPEED
 from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs
 from chronicals.tuning.schedule import WHOLE, Leg, Schedule
 from chronicals.tuning.scores import NoScore, held_out_score, speed_of, why_other_steps
-from chronicals.tuning.space import SPEED, Space
+from chronicals.tuning.space import Space
 from chronicals.tuning.study import LOG_FILE, Study
 from chronicals.tuning.trial import State, Trial
 

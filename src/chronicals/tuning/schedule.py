@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chronicals.config import ConfigurationError, Recipe
+from chronicals.tuning.fields import SPEED
 from chronicals.tuning.scores import TIMED_STEPS, UNTIMED_STEPS
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import SPEED, Choice, Space
+from chronicals.tuning.space import Choice, Space
 
 WHOLE = "run"
 """Folder of a trial's whole run."""

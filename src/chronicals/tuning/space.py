@@ -19,15 +19,12 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
 from chronicals.config.foreign import no_such_field
 from chronicals.config.sections import SECTIONS_FIELD, SHARED
-from chronicals.tuning.fields import OF_ADAPTERS, why_not_by_a_score, why_not_by_speed
+from chronicals.tuning.fields import OF_ADAPTERS, why_not_compared
 
 ALPHA_RATIO = "lora_alpha_ratio"
 """Dimension that is no field: ``lora_alpha`` as a ratio of ``lora_rank``."""
 
 SCALES = ("log", "linear")
-
-SPEED = "tokens_per_second"
-"""The metric of studies that do not look at what is learned."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +246,7 @@ def _check_name(
         )
     if not section and name not in (*known, ALPHA_RATIO):
         raise ConfigurationError(f"tune: {no_such_field(name, values, [*known, ALPHA_RATIO])}")
-    reason = why_not_by_speed(name) if metric == SPEED else why_not_by_a_score(name)
+    reason = why_not_compared(name, recipe.objective, metric)
     adapters = name in OF_ADAPTERS or name == ALPHA_RATIO
     if reason is None and adapters and not recipe.use_lora and "use_lora" not in given:
         reason = "changes nothing where all weights are trained; set use_lora=True, or leave it out"

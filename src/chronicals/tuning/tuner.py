@@ -13,20 +13,21 @@ from typing import Any, Literal
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.training.errors import TrainingError
+from chronicals.tuning.applying import write_fields
+from chronicals.tuning.default_space import default_metric, default_space
 from chronicals.tuning.execution import Execution
+from chronicals.tuning.fields import SPEED
+from chronicals.tuning.results import REPEATED, Results, results_of
 from chronicals.tuning.run_process import PROGRAM
 from chronicals.tuning.schedule import Budget, Schedule, schedule_of
 from chronicals.tuning.search import Search, by_score, check_installed
 from chronicals.tuning.settings import divided
-from chronicals.tuning.space import SPEED, Space
+from chronicals.tuning.space import Space
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
 MOST_FAILURES = 3
 """Failures in a row, for other reasons than its values, that end a study."""
-
-REPEATED = 3
-"""Best trials that run again with other seeds."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class Tuner:
         recipe: the user's own settings, with what is tuned in ``tune``; or the path of its file.
         study: folder of the study; beside the recipe's ``output_dir`` by default. A study that is
             there goes on.
+        tune: dimensions and settings that win over those of the recipe.
         program: the command line, as a program and its first arguments.
-        budget: measures the length of a run.
-        **tune: dimensions and settings that win over those of the recipe.
+        budget: measures the length of a run; by default from its data.
 
     Raises:
         ConfigurationError: optuna is missing, nothing is held out, a field does not exist or cannot
@@ -69,25 +70,27 @@ class Tuner:
         self,
         recipe: Recipe | str | Path,
         study: str | Path | None = None,
+        tune: Mapping[str, Any] | None = None,
         *,
         program: Sequence[str] = PROGRAM,
         budget: Callable[[Recipe], Budget] | None = None,
-        **tune: Any,
     ):
         check_installed()
         if not isinstance(recipe, Recipe):
             recipe = Recipe.given(file=Path(recipe))
-        self.settings, given = divided({**recipe.tune, **tune})
+        settings, given = divided({**recipe.tune, **(tune or {})})
+        metric = settings.metric or default_metric(recipe.objective)
+        self.settings = replace(settings, metric=metric)  # type: ignore[type-var]
         self.recipe = Recipe(
             **{name: getattr(recipe, name) for name in recipe.explicit if name != "tune"}
         )
-        metric = self.settings.metric
         if metric != SPEED and not (self.recipe.validation_data or self.recipe.validation_split):
             raise ConfigurationError(
                 f"metric={metric!r}: nothing is held out to compare trials by; set validation_data "
                 "or validation_split"
             )
-        self.space = Space.of(given, self.recipe, metric)
+        dimensions = given or default_space(self.recipe, metric)
+        self.space = Space.of(dimensions, self.recipe, metric)
         beside = self.recipe.output_dir
         folder = beside.with_name(f"{beside.name}-study") if study is None else Path(study)
         self.study = Study(folder.expanduser().absolute())
@@ -159,7 +162,38 @@ class Tuner:
             self._tell("log", str(error))
             self._tell("status", "failed")
 
-    def _tell(self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None):
+    def results(self) -> Results | None:
+        """Return what the study has found so far; None before your own settings have a score."""
+        return results_of(self.settings, self.study.trials())
+
+    def apply(self, file: str | Path) -> str:
+        """Write the best settings into a recipe, with study, trial and score in a comment.
+
+        Args:
+            file: the recipe, of which other lines stay; without one the whole recipe is written.
+
+        Returns:
+            What was written, in words, or why nothing was.
+        """
+        results = self.results()
+        reason = "no trial is complete" if results is None else results.why_no_different()
+        if results is None or reason is not None:
+            return f"nothing is written: {reason}"
+        file = Path(file)
+        best = results.best[0]
+        if not file.exists():
+            self.recipe.to_yaml(file)
+        fields = self.space.fields(best.trial.params)
+        words = (
+            f"study {self.study.folder.name}, trial {best.trial.number}, {self.settings.metric} "
+            f"{best} (before: {results.own})"
+        )
+        write_fields(file, fields, words)
+        return f"written to {file}: {', '.join(f'{name}={fields[name]!r}' for name in fields)}"
+
+    def _tell(
+        self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None
+    ) -> None:
         self._events.put(Event(kind, text, trial))
 
     def _prepare(self) -> Schedule:
