@@ -49,6 +49,10 @@ def tune_command(
         Path | None,
         typer.Option(help="Recipe into which the best settings are written, if they are better"),
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="New file into which the trials are written for optuna-dashboard"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
@@ -62,17 +66,25 @@ def tune_command(
     from chronicals.config import Recipe
     from chronicals.tuning import Tuner
 
-    make_room_for(apply)
+    make_room_for(apply, "apply")
+    make_room_for(export, "export")
     given = with_known_names(Recipe.given(preset, recipe, **flags))
     asked = {"trials": trials, "metric": metric}
     tune = {name: value for name, value in asked.items() if value is not None}
     tuner = Tuner(given, study, tune)
 
     from rich.console import Console
+    from rich.markup import escape
+
+    from chronicals.tuning.report import REPORT_FILE
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     _follow(tuner, console)
     _show_results(tuner, console)
+    console.print(f"[bold]report[/] {escape(str(tuner.study.folder / REPORT_FILE))}")
+    if export is not None:
+        count = tuner.export(export)
+        console.print(f"{count} trials: optuna-dashboard {export}", markup=False)
     if apply is not None:
         console.print(tuner.apply(apply), markup=False)
 
@@ -112,6 +124,8 @@ def _show_results(tuner: Tuner, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
+    from chronicals.tuning.report import shown
+
     results = tuner.results()
     if results is None:
         return
@@ -119,10 +133,7 @@ def _show_results(tuner: Tuner, console: Console) -> None:
     rows = {result.trial.number: result for result in (*results.best, results.own)}
     for number, result in rows.items():
         name = f"{number} (yours)" if number == 0 else str(number)
-        values = [
-            f"{value:.4g}" if isinstance(value, float) else str(value)
-            for value in result.trial.params.values()
-        ]
+        values = [shown(value) for value in result.trial.params.values()]
         table.add_row(name, str(result), *values)
     console.print(table)
     reason = results.why_no_different()

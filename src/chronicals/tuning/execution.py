@@ -10,7 +10,9 @@ from typing import Any
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
+from chronicals.config.recipe import RESUME_FILE
 from chronicals.saving import remove_folder
+from chronicals.tuning.feasibility import why_too_large
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs
 from chronicals.tuning.schedule import WHOLE, Leg, Schedule
@@ -61,8 +63,11 @@ class Execution:
         try:
             recipe = self.space.recipe_of(trial.params)
             legs = self.schedule.legs(recipe)
+            too_large = None if self._has_begun(trial) else why_too_large(recipe)
         except ConfigurationError as error:  # values that do not agree with each other
             return self._ended(replace(trial, state=State.REFUSED, reason=str(error)), ())
+        if too_large is not None:
+            return self._ended(replace(trial, state=State.TOO_LARGE, reason=too_large), ())
         for leg in legs if gives_up is not None else legs[-1:]:
             if trial.state != State.RUNNING:
                 break
@@ -72,6 +77,10 @@ class Execution:
             if self.stopping.is_set() and trial.state == State.RUNNING:
                 return trial
         return self._ended(trial, legs)
+
+    def _has_begun(self, trial: Trial) -> bool:
+        """Return whether an earlier tuner began a run of a trial."""
+        return any(self.study.folder_of(trial).glob(f"*/{RESUME_FILE}"))
 
     def _ended(self, trial: Trial, legs: Sequence[Leg]) -> Trial:
         """Keep a trial that has ended; weights and checkpoints of its runs are removed."""

@@ -17,6 +17,8 @@ from chronicals.tuning.applying import write_fields
 from chronicals.tuning.default_space import default_metric, default_space
 from chronicals.tuning.execution import Execution
 from chronicals.tuning.fields import SPEED
+from chronicals.tuning.journal import export
+from chronicals.tuning.report import shown, write_report
 from chronicals.tuning.results import REPEATED, Results, results_of
 from chronicals.tuning.run_process import PROGRAM
 from chronicals.tuning.schedule import Budget, Schedule, schedule_of
@@ -147,11 +149,14 @@ class Tuner:
                 self.settings.metric,
                 self.program,
                 self._stopping,
-                lambda trial: self._tell("trial", f"trial {trial.number} has a report", trial),
+                self._tell_of,
             )
-            search = Search(self.space, self.settings, self.recipe.seed, schedule.units)
-            self._search(search, execution)
-            self._repeat(execution)
+            search = self._search_of(schedule)
+            try:
+                self._search(search, execution)
+                self._repeat(execution)
+            finally:
+                write_report(self.study, search)
             self._tell("status", "stopped" if self._stopping.is_set() else "finished")
 
     def _run_and_tell(self) -> None:
@@ -191,6 +196,16 @@ class Tuner:
         write_fields(file, fields, words)
         return f"written to {file}: {', '.join(f'{name}={fields[name]!r}' for name in fields)}"
 
+    def export(self, file: str | Path) -> int:
+        """Write the trials of the search as optuna's journal, and return how many there are.
+
+        ``optuna-dashboard FILE`` shows it.
+
+        Raises:
+            ConfigurationError: the file exists already.
+        """
+        return export(self.study, self._search_of(self._prepare()), Path(file))
+
     def _tell(
         self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None
     ) -> None:
@@ -220,20 +235,32 @@ class Tuner:
             self.space = replace(self.space, recipe=self.recipe)
         return schedule_of(budget, self.settings, self.space)
 
+    def _search_of(self, schedule: Schedule) -> Search:
+        return Search(self.space, self.settings, self.recipe.seed, schedule.units)
+
     def _search(self, search: Search, execution: Execution) -> None:
         """Carry out the trials of the search that are not there yet."""
         while not self._stopping.is_set():
             trials = self._searched()
             if trials and trials[-1].state == State.RUNNING:
                 *before, trial = trials
-            elif len(trials) >= self.settings.trials:
+            elif self._is_enough(trials):
                 return
             else:
                 before = trials
                 trial = self._begin(search.next_params(trials), self.recipe.seed)
             ended = execution.carry_out(trial, partial(search.gives_up, before))
-            self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+            self._tell_of(ended)
             self._check_that_trials_work([*before, ended])
+
+    def _is_enough(self, trials: Sequence[Trial]) -> bool:
+        """Return whether the search is over.
+
+        Trials that the plan dropped cost nothing and do not count; but if as many were dropped,
+        hardly anything in the space fits.
+        """
+        dropped = sum(trial.state == State.TOO_LARGE for trial in trials)
+        return max(len(trials) - dropped, dropped) >= self.settings.trials
 
     def _searched(self) -> list[Trial]:
         return [trial for trial in self.study.trials() if trial.repeats is None]
@@ -253,14 +280,30 @@ class Tuner:
                 repeat = there.get((number, seed)) or self._begin(trial.params, seed, number)
                 if repeat.state == State.RUNNING:
                     ended = execution.carry_out(repeat, None)
-                    self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+                    self._tell_of(ended)
 
     def _begin(self, params: Mapping[str, Any], seed: int, repeats: int | None = None) -> Trial:
         number = len(self.study.trials())
         trial = Trial(number, params, seed, repeats, began=time.time())
         self.study.add(trial)
-        self._tell("trial", f"trial {number} begins", trial)
+        self._tell_of(trial)
         return trial
+
+    def _tell_of(self, trial: Trial) -> None:
+        """Tell what a trial does, or what has become of it."""
+        metric = self.settings.metric
+        if trial.value is not None:
+            words = f"{metric} {trial.value:.6g}"
+        elif trial.state != State.RUNNING:
+            words = f"{trial.state}: {trial.reason.strip().splitlines()[-1]}"
+        elif trial.reports:
+            last = max(trial.reports)
+            words = f"{metric} {trial.reports[last]:.6g} at report {last}"
+        else:
+            words = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
+            if trial.repeats is not None:
+                words = f"trial {trial.repeats} again with seed {trial.seed}"
+        self._tell("trial", f"trial {trial.number}: {words}", trial)
 
     def _check_that_trials_work(self, trials: Sequence[Trial]) -> None:
         """Check that the user's own settings work, and that not trial after trial fails.
