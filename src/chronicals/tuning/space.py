@@ -9,9 +9,10 @@ ratio of the rank; without it, alpha keeps the ratio of the recipe where the ran
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +191,19 @@ class Space:
     def holds(self, params: Mapping[str, Any]) -> bool:
         """Return whether the values of all dimensions lie in the space."""
         return all(dimension.holds(params[name]) for name, dimension in self.dimensions.items())
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """Yield all combinations of values; none if a dimension is of real numbers."""
+        values: list[Iterable[Any]] = []
+        for dimension in self.dimensions.values():
+            if isinstance(dimension, Choice):
+                values.append(dimension.values)
+            elif dimension.whole:
+                values.append(range(int(dimension.low), int(dimension.high) + 1))
+            else:
+                return
+        for combination in itertools.product(*values):
+            yield dict(zip(self.dimensions, combination))
 
     def fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a recipe that values of dimensions stand for.

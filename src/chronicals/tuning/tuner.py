@@ -248,7 +248,11 @@ class Tuner:
                 return
             else:
                 before = trials
-                trial = self._begin(search.next_params(trials), self.recipe.seed)
+                params = search.next_params(trials)
+                if params is None:
+                    self._tell("log", "every combination of the values was tried")
+                    return
+                trial = self._begin(params, self.recipe.seed)
             ended = execution.carry_out(trial, partial(search.gives_up, before))
             self._tell_of(ended)
             self._check_that_trials_work([*before, ended])
