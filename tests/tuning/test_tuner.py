@@ -217,6 +217,8 @@ def test_the_fastest_settings_compute_the_same_steps(tmp_path):
     assert {trial.repeats for trial in trials} == {None}
     results = tuned.results()
     assert results.is_better and results.best[0].trial.params["batch_size"] == 4
+    said = tuned.apply(tmp_path / "recipe.yaml")
+    assert "batch_size=4" in said and "gradient_accumulation_steps=1" in said
 
 
 @pytest.mark.slow

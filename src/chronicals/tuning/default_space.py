@@ -6,6 +6,7 @@ from typing import Any
 
 from chronicals.config import Recipe
 from chronicals.tuning.fields import SPEED
+from chronicals.tuning.mixture import is_untrained, own_size
 from chronicals.tuning.space import ALPHA_RATIO
 
 METRICS = {
@@ -25,6 +26,17 @@ a rate that is meant for one of them lies at an end of the range of the other.""
 
 BETA_REACH = 5.0
 """Likewise of ``beta``: papers take 0.01 to 0.5 where 0.1 is the default."""
+
+
+ROUTER_WEIGHTS = {
+    "router.balance": [1e-3, 1e-1, "log"],
+    "router.temporal": [1e-4, 1e-2, "log"],
+    "router.token_ahead": [1e-2, 1.0, "log"],
+}
+"""Weights of the losses of routers, a factor of ten around those of examples/native-mixture.yaml."""
+
+SIZES = ("hidden_size", "num_experts", "kv_lora_rank")
+"""Sizes of a native mixture that are halved and doubled."""
 
 
 def default_metric(objective: str) -> str:
@@ -52,6 +64,12 @@ def default_space(recipe: Recipe, metric: str) -> dict[str, Any]:
         space |= {"lora_rank": [8, 16, 32, 64], ALPHA_RATIO: [0.25, 0.5, 1.0, 2.0]}
     else:
         space["weight_decay"] = [0.0, 0.01, 0.1]
+    if is_untrained(recipe) and recipe.objective == "pretraining":
+        space |= ROUTER_WEIGHTS
+        for size in SIZES:
+            own = own_size(recipe, size)
+            space[f"moe.{size}"] = [own // 2, own, own * 2]
+        space |= {"moe.num_shared_experts": [0, 1, 2], "moe.lookahead_tokens": [1, 2, 4]}
     if recipe.objective in BETA and metric != "loss":
         given = recipe.sections.get(recipe.objective, {})
         beta = given.get("beta", objective.Settings().beta)  # type: ignore[attr-defined]

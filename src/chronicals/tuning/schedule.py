@@ -64,6 +64,19 @@ class Budget:
         given = {name: getattr(recipe, name) for name in batch if name in recipe.explicit}
         return math.prod({**batch, **given}.values())
 
+    def accumulation(self, batch_size: int) -> int:
+        """Return the passes of a step with which another batch takes as many packs as the user's own.
+
+        Raises:
+            ConfigurationError: the batch does not divide them.
+        """
+        packs = self.batch_size * self.gradient_accumulation_steps
+        if packs % batch_size:
+            raise ConfigurationError(
+                f"batch_size={batch_size}: does not divide the {packs} packs of a step; leave it out"
+            )
+        return packs // batch_size
+
     def steps_of(self, recipe: Recipe) -> int:
         """Return the steps of a trial that sees as many tokens as the user's own run."""
         return max(-(-self.packs // self.packs_a_step(recipe)), 1)
@@ -199,16 +212,13 @@ class TimedSteps:
         Raises:
             ConfigurationError: its batch does not divide a step.
         """
-        packs = self.budget.batch_size * self.budget.gradient_accumulation_steps
-        if packs % recipe.batch_size:
-            raise ConfigurationError(
-                f"batch_size={recipe.batch_size}: does not divide the {packs} packs of a step; "
-                "leave it out"
-            )
+        own = "batch_size" in recipe.explicit
+        size = recipe.batch_size if own else self.budget.batch_size
         fields = {
+            "batch_size": size,
             "max_steps": UNTIMED_STEPS + TIMED_STEPS,
             "num_epochs": None,
-            "gradient_accumulation_steps": packs // recipe.batch_size,
+            "gradient_accumulation_steps": self.budget.accumulation(size),
             "validation_split": 0.0,
             "validation_data": None,
             "save_steps": None,

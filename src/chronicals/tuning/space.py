@@ -20,6 +20,7 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
 from chronicals.config.foreign import no_such_field
 from chronicals.config.sections import SECTIONS_FIELD, SHARED
+from chronicals.tuning import mixture
 from chronicals.tuning.fields import OF_ADAPTERS, why_not_compared
 
 ALPHA_RATIO = "lora_alpha_ratio"
@@ -185,6 +186,8 @@ class Space:
         section, _, setting = name.rpartition(".")
         if not section:
             return getattr(self.recipe, name)
+        if section == mixture.PREFIX:
+            return mixture.own_size(self.recipe, setting)
         given = self.recipe.sections.get(section, {})
         return given[setting] if setting in given else _default_setting(section, setting)
 
@@ -209,15 +212,16 @@ class Space:
         """Return the fields of a recipe that values of dimensions stand for.
 
         Args:
-            params: values by dimension; settings of sections become a section each.
+            params: values by dimension; settings of sections become a section each. Sizes of the
+                model are no fields.
         """
         fields: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
         for name, value in params.items():
             section, _, setting = name.rpartition(".")
-            if section:
+            if section and section != mixture.PREFIX:
                 sections.setdefault(section, {})[setting] = value
-            elif name != ALPHA_RATIO:
+            elif not section and name != ALPHA_RATIO:
                 fields[name] = value
         rank = fields.get("lora_rank", self.recipe.lora_rank)
         ratio = params.get(ALPHA_RATIO)
@@ -252,8 +256,10 @@ def _check_name(
         ConfigurationError: it does not, or they cannot.
     """
     known = [field.name for field in dataclasses.fields(Recipe)]
-    section = name.rpartition(".")[0]
-    if section and section not in (recipe.objective, SHARED):
+    section, _, setting = name.rpartition(".")
+    if section == mixture.PREFIX:
+        mixture.check_size(recipe, setting, values)
+    elif section and section not in (recipe.objective, SHARED):
         raise ConfigurationError(
             f"tune={{{name!r}: {values!r}}}: {section!r} is not the objective of the recipe, which "
             f"is {recipe.objective!r}; leave it out"

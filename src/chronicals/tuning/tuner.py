@@ -18,6 +18,7 @@ from chronicals.tuning.default_space import default_metric, default_space
 from chronicals.tuning.execution import Execution
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.journal import export
+from chronicals.tuning.mixture import make_model, sizes_of
 from chronicals.tuning.report import shown, write_report
 from chronicals.tuning.results import REPEATED, Results, results_of
 from chronicals.tuning.run_process import PROGRAM
@@ -38,7 +39,7 @@ class Event:
 
     Attributes:
         kind: ``log`` is a line for people; ``status`` is what the tuner does: running, stopped,
-            finished or failed; ``trial`` is that a trial began, was scored, or ended.
+            finished, or failed with its error; ``trial`` is that a trial began, was scored, or ended.
         text: the line, or the status.
         trial: the trial, as it is now.
     """
@@ -164,8 +165,7 @@ class Tuner:
             self.run()
         except BaseException as error:
             self.error = error
-            self._tell("log", str(error))
-            self._tell("status", "failed")
+            self._tell("status", f"failed: {error}")
 
     def results(self) -> Results | None:
         """Return what the study has found so far; None before your own settings have a score."""
@@ -188,7 +188,15 @@ class Tuner:
         best = results.best[0]
         if not file.exists():
             self.recipe.to_yaml(file)
+        budget = Budget(**self.study.about()["budget"])
         fields = self.space.fields(best.trial.params)
+        if self.settings.metric == SPEED and "batch_size" in fields:
+            fields["gradient_accumulation_steps"] = budget.accumulation(fields["batch_size"])
+        sizes = sizes_of(best.trial.params)
+        if sizes:
+            folder = self.study.folder / f"model-{best.trial.name}"
+            make_model(self.recipe, sizes, folder, self.recipe.seed)
+            fields["model"] = str(folder)
         words = (
             f"study {self.study.folder.name}, trial {best.trial.number}, {self.settings.metric} "
             f"{best} (before: {results.own})"
