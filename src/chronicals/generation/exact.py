@@ -92,6 +92,7 @@ MOVES = frozenset(
         "embedding",
         "eq",
         "expand",
+        "fill_",
         "floor_divide",
         "full",
         "gather",
