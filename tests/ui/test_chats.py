@@ -46,7 +46,7 @@ def test_two_models_get_the_question_and_what_was_said_before(chats):
     async def talk():
         first = await asked(chats, "one", ["a", "b"])
         second = await asked(chats, "two", ["a", "b"])
-        chats.end()
+        await chats.end()
         return first, second
 
     first, second = asyncio.run(talk())
@@ -61,7 +61,7 @@ def test_errors_are_told_and_are_not_part_of_the_conversation(chats):
         await asked(chats, "fail", ["a"])
         await asked(chats, "die", ["a"])
         last = await asked(chats, "three", ["a"])  # by another process
-        chats.end()
+        await chats.end()
         return last
 
     last = asyncio.run(talk())
@@ -75,7 +75,7 @@ def test_a_third_model_ends_the_process_of_the_first(chats):
         for model in ("a", "b", "c"):
             await asked(chats, "hi", [model])
         alive = [key[1] for key in chats._speakers]
-        chats.end()
+        await chats.end()
         return alive
 
     assert asyncio.run(talk()) == ["b", "c"]

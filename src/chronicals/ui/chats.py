@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,12 @@ class Speaker:
                 )
         return self._process
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """End the process, which frees the model's memory."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            await self._process.wait()
 
 
 @dataclass
@@ -128,10 +129,9 @@ class Chats:
         """Begin a new conversation."""
         write_record(self.file, [])
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """End all processes."""
-        for speaker in self._speakers.values():
-            speaker.end()
+        await asyncio.gather(*(speaker.end() for speaker in self._speakers.values()))
 
     def ask(self, question: str, models: Sequence[str], options: Sequence[str] = ()) -> None:
         """Ask models a question; their answers are written to the file as they come.
@@ -145,9 +145,13 @@ class Chats:
         answers = [{"model": model, "text": "", "done": False} for model in models]
         write_record(self.file, [*self.turns, {"question": question, "answers": answers}])
         for side, model in enumerate(models[:MODELS_AT_ONCE]):
-            task = asyncio.create_task(self._answer(number, side, model, options))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._answer(number, side, model, options))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin work that nobody waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, side: int, model: str, options: Sequence[str]) -> None:
         turns = self.turns
@@ -178,7 +182,7 @@ class Chats:
         speaker = self._speakers.pop(arguments, None) or Speaker(self.place, arguments)
         self._speakers[arguments] = speaker
         while len(self._speakers) > MODELS_AT_ONCE:
-            self._speakers.pop(next(iter(self._speakers))).end()
+            self._keep(self._speakers.pop(next(iter(self._speakers))).end())
         return speaker
 
 

@@ -102,7 +102,7 @@ class Services:
         """End the process of short commands; jobs go on."""
         for task in self._tasks:
             task.cancel()
-        self.chats.end()
+        await self.chats.end()
         await self.commands.stop()
 
     async def _start_jobs(self) -> None:

@@ -35,7 +35,7 @@ class StudyFolder:
     @property
     def maximizes(self) -> bool:
         """True if larger values of its metric are better, as the study itself says."""
-        return self.about.get("maximizes", False)
+        return self.about.get("settings", {}).get("direction") == "maximize"
 
     @property
     def trials(self) -> list[dict[str, Any]]:

@@ -102,7 +102,8 @@ def show_proof(artefact: str, proof: Mapping[str, Any], say: Say) -> None:
 def check_row(check: Mapping[str, Any], say: Say) -> dict[str, str]:
     """Return the row of a check, with the words of the command line."""
     passed, value = check["passed"], check["value"]
-    result = {True: "equal", False: "differs"}.get(passed, "reported" if value else "not_run")
+    unbounded = "not_run" if value is None else "reported"
+    result = {True: "equal", False: "differs"}.get(passed, unbounded)
     return {
         "compared": check["name"],
         "client": check["client"],
