@@ -40,7 +40,7 @@ from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 from chronicals.kernels.expert_combine import expert_combine
-from chronicals.kernels.expert_dispatch import dispatch_to_experts
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
@@ -77,7 +77,8 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
-from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference
+from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
+from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference, nf4_products
 from chronicals.kernels.paged_attention import (
     SharedPages,
     paged_attention,
@@ -965,9 +966,14 @@ def in_turn(calls: list[Callable[[], object]]) -> None:
         call()
 
 
+SAME_INPUT = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))
+"""Weights of ``LAYER_OF_8B`` with one input: queries, keys and values; gate and up."""
+
+
 def products_of_few_rows():
-    """``nf4_product``: the products of a layer of an 8B for 1, 8 and 64 sequences, beside those of
-    its weights in 16 bits, which they must not be slower than, and with dequantised weights.
+    """``nf4_product``: the products of a layer of an 8B for 1, 8 and 64 sequences, those of one
+    input in one launch. They are beside those of its weights in 16 bits, which they must not be
+    slower than, beside each weight by itself, and with dequantised weights.
     """
     dense = [random(*shape, scale=0.02) for shape in LAYER_OF_8B]
     packed = list[tuple[Tensor, Scales, int]]()
@@ -983,17 +989,24 @@ def products_of_few_rows():
         count = outputs * x.shape[1]
         return x @ dequantize_4bit(codes, scales, room[:count].view(outputs, -1)).t()
 
+    merged = [torch.cat(dense[part]) for part in SAME_INPUT]
     for rows in (1, 8, 64):
         xs = [random(rows, weight.shape[1]) for weight in dense]
+        of_inputs = [xs[part.start] for part in SAME_INPUT]
         of_rows = sum(2 * rows * sum(weight.shape) for weight in dense)
         last = xs[1], *packed[1]
         exact = nf4_product_reference(torch.eye(4096, device="cuda").bfloat16(), *packed[1])
         exact = xs[1].double() @ exact.double()
+        together = [
+            partial(nf4_products, x, *zip(*packed[part])) for x, part in zip(of_inputs, SAME_INPUT)
+        ]
+        apart = [partial(nf4_product, x, *weight) for x, weight in zip(xs, packed)]
         yield Row(
             f"nf4_product, a layer of an 8B, {rows} rows",
             {
-                "ours": partial(in_turn, [partial(nf4_product, x, *w) for x, w in zip(xs, packed)]),
-                "16 bit": partial(in_turn, [partial(F.linear, *x) for x in zip(xs, dense)]),
+                "ours": partial(in_turn, together),
+                "each alone": partial(in_turn, apart),
+                "16 bit": partial(in_turn, [partial(F.linear, *x) for x in zip(of_inputs, merged)]),
                 "dequantised": partial(
                     in_turn, [partial(dequantised, x, *w) for x, w in zip(xs, packed)]
                 ),
@@ -1002,6 +1015,37 @@ def products_of_few_rows():
             error=tuple(
                 relative(product(*last), exact) for product in (nf4_product, nf4_product_reference)
             ),
+        )
+
+
+def products_of_few_tokens():
+    """``nf4_grouped_product``: gate and up of 128 experts, 8 of them a token, for 1, 8 and 64
+    tokens, beside the weights in 16 bits and with all experts dequantised first.
+    """
+    experts, each, outputs, columns = 128, 8, 1536, 2048
+    dense = random(experts, outputs, columns, scale=0.02)
+    codes, absmax = quantize_nf4(dense.view(-1, columns))
+    scales = quantize_scales(absmax)
+    room = torch.empty_like(dense)
+
+    def dequantised(x: Tensor, to: Dispatch) -> Tensor:
+        dequantize_4bit(codes, scales, room.view(-1, columns))
+        return grouped_product(x, room, to, True)
+
+    for tokens in (1, 8, 64):
+        chosen = torch.rand(tokens, experts, device="cuda").topk(each, 1).indices
+        to = dispatch_to_experts(chosen, experts)
+        x = random(tokens, columns)
+        visited = len(chosen.unique())
+        yield Row(
+            f"nf4_grouped_product, {tokens} tokens",
+            {
+                "ours": lambda x=x, to=to: nf4_grouped_product(x, codes, scales, to, outputs, True),
+                "16 bit": lambda x=x, to=to: grouped_product(x, dense, to, True),
+                "dequantised": lambda x=x, to=to: dequantised(x, to),
+            },
+            bytes=visited * (codes.nbytes + scales.absmax.nbytes) // experts
+            + 2 * tokens * (columns + each * outputs),
         )
 
 
@@ -1264,6 +1308,7 @@ GROUPS = {
     "fp8": fp8,
     "nf4": nf4,
     "nf4_product": products_of_few_rows,
+    "nf4_grouped_product": products_of_few_tokens,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,

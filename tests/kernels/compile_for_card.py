@@ -170,6 +170,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
+        "nf4_grouped_product": lambda: products_of_few_tokens(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
@@ -493,6 +494,26 @@ def products_of_few_rows(nf4) -> None:
                     for size in sizes
                 ]
                 nf4_products(x, parts, forms, sizes, block)
+
+
+def products_of_few_tokens(nf4) -> None:
+    """One token and many, with a bias and without, both forms of scales, small blocks and large."""
+    from chronicals.kernels.expert_dispatch import dispatch_to_experts
+    from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
+
+    experts = 8
+    for outputs, columns, block in ((1536, 2048, 64), (96, 896, 32), (64, 1024, 512)):
+        packed = torch.zeros(experts * outputs * columns // 2, dtype=torch.uint8)
+        absmax = torch.zeros(experts * outputs * columns // block)
+        nested = absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())
+        bias = torch.zeros(experts, outputs, dtype=HALF)
+        for tokens in (1, 64):
+            to = dispatch_to_experts(torch.zeros(tokens, 4, dtype=torch.int64), experts)
+            x = torch.zeros(tokens, columns, dtype=HALF)
+            sorted_x = torch.zeros(4 * tokens, columns, dtype=HALF)
+            for scales in (nf4.Scales(absmax), nf4.Scales(*nested)):
+                nf4_grouped_product(x, packed, scales, to, outputs, True, None, block)
+                nf4_grouped_product(sorted_x, packed, scales, to, outputs, False, bias, block)
 
 
 def main() -> None:
