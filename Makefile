@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SHARED := -n 2 --dist worksteal
 LOWEST := .venv-lowest
 
-.PHONY: install llama-cpp quickstart test test-all test-lowest test-gpu lint clean
+.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint clean
 
 install: $(VENV)/.installed
 
@@ -32,13 +32,18 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest $(SHARED) -m "not long" --sample
+	$(BIN)/python -m pytest $(SHARED) -m "not long and not browser" --sample
 
 test-all: lint llama-cpp
 	$(BIN)/python -m pytest $(SHARED)
 
+# In Chromium as Debian has it (apt-get install chromium); without it the tests are skipped, and named
+test-ui: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt playwright
+	$(BIN)/python -m pytest -n 0 -m browser tests/ui
+
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest $(SHARED) -m "not long" --sample
+	$(LOWEST)/bin/python -m pytest $(SHARED) -m "not long and not browser" --sample
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)

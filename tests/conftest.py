@@ -1,5 +1,5 @@
 """Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card,
-visibly, and those marked llama_cpp without llama-cpp-python.
+visibly, those marked llama_cpp without llama-cpp-python, and those marked browser without Chromium.
 
 Where several processes share the tests (``pytest -n``), all have the seed of the first, and of the
 cores one each.
@@ -8,8 +8,10 @@ cores one each.
 import importlib.metadata
 import os
 import random
+import shutil
 import sys
 import zlib
+from importlib.util import find_spec
 
 os.environ.setdefault(
     "TRITON_INTERPRET", "0" if os.path.exists("/dev/nvidiactl") else "1"
@@ -76,6 +78,8 @@ def pytest_collection_modifyitems(config, items):
         skip(items, "gpu", "needs a CUDA device")
     if llama_cpp_version() is None:
         skip(items, "llama_cpp", "needs llama-cpp-python")
+    if shutil.which("chromium") is None or find_spec("playwright") is None:
+        skip(items, "browser", "needs chromium and playwright")
 
 
 def skip(items, marker, reason):

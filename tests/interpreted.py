@@ -1,5 +1,6 @@
 """Kernels on the CPU, through Triton's interpreter, where there is no card."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,25 @@ def kernels_run() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, interpreting():
         round_as_a_card_does(patch)
         yield
+
+
+@contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Within: counts launches of kernels by their names, compiled or interpreted."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    launches = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (InterpretedFunction, JITFunction):
+            own = kind.run
+
+            def run(kernel, *args, own=own, **options):
+                launches[kernel.fn.__name__] += 1
+                return own(kernel, *args, **options)
+
+            patch.setattr(kind, "run", run)
+        yield launches
 
 
 def round_as_a_card_does(patch):

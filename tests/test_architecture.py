@@ -11,7 +11,8 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "chronicals"
 
 FLOORS = [
-    {"cli", "ui", "tuning"},
+    {"cli"},
+    {"ui", "tuning"},
     {"benchmark", "export", "verification", "planning"},
     {"training"},
     {"policies"},

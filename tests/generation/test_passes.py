@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import families
 import mixtures
@@ -14,11 +15,12 @@ from chronicals.generation.requests import Request
 from chronicals.generation.schedule import EngineSettings, Prompt
 from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.models import quantise_layers
+from chronicals.lora.layers import linear_adapters
+from chronicals.models import quantise_experts
 from chronicals.patching import patch_model, patch_parts
 from chronicals.patching.decoder_layer import runs
-from chronicals.quantization import Linear4bit
-from interpreted import kernels_run, only_interpreted
+from chronicals.quantization import Linear4bit, Packed, PackedStorage, packed_layers
+from interpreted import counted_launches, kernels_run, only_interpreted
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
 NEW = 8
@@ -207,14 +209,87 @@ def test_fused_layers_attend_to_pages(name, adapters):
         assert answer.entropies == pytest.approx(other.entropies, rel=1e-4)
 
 
-def test_packed_weights_are_multiplied_each_by_itself():
-    """A product of several would dequantise them for each token."""
-    model = build("llama")
-    quantise_layers(model)
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+@pytest.mark.parametrize("spare", [False, True], ids=["packed", "dense copies"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_packed_layers_run_fused_over_pages(name, spare, adapters):
+    """By their codes, or by dense copies that have the adapters in their padding."""
+    model = families.replaced(build(name), Linear4bit.of)
+    if adapters:
+        apply_lora(model, LoRAConfig(rank=4, dropout=0.0))
+        for layer in (layer for _, layer in linear_adapters(model)):
+            torch.nn.init.normal_(layer.lora_B, std=0.1)
+    asked = prompts()[:6]
+    settings = EngineSettings(page_size=PAGE, chunk_tokens=50)
+    if not spare:
+        settings = as_small_as_possible(model, asked)
+    engine = Engine(model, settings)
+    requests = [Request(ids, NEW) for ids in asked]
+    expected = engine.generate(requests)
     patch_parts(model, whole_layers=True)
     runs.clear()
-    Engine(model).generate([Request([5, 6, 7], 3)])
-    assert not runs
+    got = engine.generate(requests)
+    assert runs.total() > NEW
+    for (answer,), (other,) in zip(got, expected, strict=True):
+        assert answer.tokens == other.tokens
+        assert answer.log_probabilities == pytest.approx(other.log_probabilities, rel=1e-4)
+
+
+@pytest.mark.parametrize("spare", [True, False], ids=["spare", "none spare"])
+def test_a_fused_product_is_dequantised_once_where_memory_is_spare(spare, record_calls):
+    """Into a copy that all steps read, which is dropped with the call."""
+    model = families.replaced(build("llama"), Linear4bit.of)
+    patch_parts(model, whole_layers=True)
+    asked = prompts()[:2]
+    settings = EngineSettings(page_size=PAGE) if spare else as_small_as_possible(model, asked)
+    calls = record_calls(Packed, "into")
+    counts = []
+    for new in (2, 6):
+        calls.clear()
+        Engine(model, settings).generate([Request(ids, new) for ids in asked])
+        counts.append(len(calls))
+    probed_and_copied = 2 * sum(1 for _ in packed_layers(model))
+    assert (counts[1] == counts[0] == probed_and_copied) == spare
+    assert (counts[1] > counts[0]) == (not spare)
+    calls.clear()
+    probed(model)
+    assert len(calls) == probed_and_copied / 2
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_weights_of_one_input_are_one_launch_in_each_step():
+    """Four products a layer: queries, keys and values; output; gate and up; down."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    model = varied(families.build("llama", **sizes)).bfloat16()
+    model = families.replaced(model, Linear4bit.of)
+    patch_parts(model, whole_layers=True)
+    counts = []
+    for new in (2, 3):
+        with kernels_run(), counted_launches() as launches:
+            Engine(model).generate([Request([5, 6, 7], new)])
+        counts.append(launches)
+    assert (counts[1] - counts[0])["_nf4_product_kernel"] == 4 * len(model.model.layers)
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_few_tokens_reach_experts_in_four_bits_without_dequantising_them(must_not_call):
+    """In two launches a layer of two products, also with adapters on experts."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(
+        **{**families.SIZES, **sizes, "num_experts": 4, "num_experts_per_tok": 2}
+    )
+    model = varied(families.randomise(transformers.Qwen3MoeForCausalLM(config)).bfloat16())
+    assert quantise_experts(model) == len(model.model.layers)
+    patch_parts(model)
+    must_not_call(PackedStorage, "filled", "all experts are dequantised")
+    must_not_call(Packed, "dense", "all experts are dequantised")
+    with kernels_run(), counted_launches() as launches:
+        Engine(model).generate([Request([5, 6, 7], 3)])
+    products = launches["_nf4_grouped_kernel"]
+    assert products and products % (2 * len(model.model.layers)) == 0
 
 
 @pytest.mark.slow

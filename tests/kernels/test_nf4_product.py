@@ -16,6 +16,8 @@ from chronicals.kernels.nf4_product import (
     multiplies_few_rows,
     nf4_product,
     nf4_product_reference,
+    nf4_products,
+    nf4_products_reference,
 )
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
@@ -128,9 +130,44 @@ def test_rows_of_any_shape(device):
 def test_splits_give_the_same_bits_each_time(device):
     packed, scales = weight(64, 2048, device)
     x = torch.randn(4, 2048, device=device).bfloat16()
-    assert module._launch(x, 64).splits > 1
+    assert module.few_rows_launch(x, 64).splits > 1
     first = nf4_product(x, packed, scales, 64)
     assert all(torch.equal(nf4_product(x, packed, scales, 64), first) for _ in range(3))
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("sizes", [(67,), (67, 130), (64, 1, 67), (130, 64, 64)], ids=str)
+def test_weights_of_one_input_are_side_by_side(sizes, nested, device):
+    """Bit by bit as each alone, where the columns are not split."""
+    packed, scales = zip(*(weight(size, 320, device, nested=nested) for size in sizes))
+    x = torch.randn(5, 320, device=device).bfloat16()
+    assert module.few_rows_launch(x, min(sizes)).splits == 1
+    alone = [nf4_product(x, *one) for one in zip(packed, scales, sizes)]
+    assert torch.equal(nf4_products(x, packed, scales, sizes), torch.cat(alone, 1))
+
+
+@pytest.mark.slow
+def test_weights_of_one_input_are_as_exact_as_the_plain_product(device):
+    """With splits, of which the sums are side by side, too."""
+    sizes = (128, 67, 64)
+    packed, scales = zip(*(weight(size, 2048, device) for size in sizes))
+    x = torch.randn(3, 2048, device=device).bfloat16()
+    one = torch.eye(2048, device=device).bfloat16()
+    dense = nf4_products_reference(one, packed, scales, sizes).double()
+    exact = x.double() @ dense
+    errors = [
+        float((product(x, packed, scales, sizes) - exact).norm() / exact.norm())
+        for product in (nf4_products, nf4_products_reference)
+    ]
+    assert errors[0] <= 1.5 * errors[1] < 1e-2
+
+
+def test_weights_whose_scales_differ_in_form_are_multiplied_by_the_reference(device):
+    packed, scales = zip(*(weight(8, 64, device, nested=nested) for nested in (False, True)))
+    x = torch.randn(2, 64, device=device).bfloat16()
+    assert not module.are_one_launch(scales) and not module.are_one_launch([scales[0]] * 4)
+    expected = nf4_products_reference(x, packed, scales, (8, 8))
+    assert torch.equal(nf4_products(x, packed, scales, (8, 8)), expected)
 
 
 def test_what_the_kernel_takes(device):
@@ -143,12 +180,12 @@ def test_what_the_kernel_takes(device):
 
 
 def test_a_launch_fits_the_shape():
-    one = module._launch(torch.zeros(1, 4096), 64)
+    one = module.few_rows_launch(torch.zeros(1, 4096), 64)
     assert (one.rows, one.splits) == (16, 8)
     # the sums of many rows would move more bytes than the codes
-    assert module._launch(torch.zeros(64, 4096), 64) == module.FewRowsLaunch(64, 4)
-    assert module._launch(torch.zeros(64, 4096), 4096).splits == 1
-    assert module._launch(torch.zeros(17, 64), 64) == module.FewRowsLaunch(32, 1)
+    assert module.few_rows_launch(torch.zeros(64, 4096), 64) == module.FewRowsLaunch(64, 4)
+    assert module.few_rows_launch(torch.zeros(64, 4096), 4096).splits == 1
+    assert module.few_rows_launch(torch.zeros(17, 64), 64) == module.FewRowsLaunch(32, 1)
 
 
 def test_sizes_that_do_not_fit(device):
@@ -163,8 +200,8 @@ def test_sizes_that_do_not_fit(device):
 def test_it_is_an_operator_of_torch(device):
     packed, scales = weight(8, 64, device)
     x = torch.randn(2, 64, device=device).bfloat16()
-    absmax = scales.absmax, scales.absmax2, scales.code2, scales.offset, scales.block2
-    torch.library.opcheck(module._nf4_product, (x, packed, *absmax, 8, 64, "nf4"))
+    absmax = [scales.absmax], [scales.absmax2, scales.code2, scales.offset], scales.block2
+    torch.library.opcheck(module._nf4_product, (x, [packed], *absmax, [8], 64, "nf4"))
 
 
 @pytest.mark.slow

@@ -5,7 +5,13 @@ import torch
 
 import rollouts
 import tiny
-from chronicals.objectives.advantages import group_advantages, leave_one_out_advantages
+from chronicals.objectives.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    without_variance,
+)
+from chronicals.training.rollouts.answer_packs import AnswerPacks
+from chronicals.training.run.callbacks import read_metrics
 from preferences import assert_close, gradients_of
 
 NEW_TOKENS = 16
@@ -68,6 +74,20 @@ def trainer_of(name, folder, model, **settings):
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
+
+
+def rolled_out(trainer, recorded):
+    """What a trainer of TRL makes of recorded answers: advantages, masks and log-probabilities."""
+    count = recorded.rewards.shape[1]
+    prompts = [ids.tolist() for ids in recorded.prompts for _ in range(count)]
+    answers = [ids.tolist() for ids in recorded.answers]
+    texts = [""] * len(answers)
+    generated = prompts, answers, texts
+    if type(trainer).__name__ == "GRPOTrainer":
+        generated = prompts, answers, None, texts, None, {}, None, []
+    trainer._generate = lambda _: generated
+    trainer.reward_funcs = [lambda **_: recorded.rewards.flatten().tolist()]
+    return trainer._generate_and_score_completions([{"prompt": "what?"}] * len(answers))
 
 
 def shown_by(trainer):
@@ -150,6 +170,120 @@ def test_grpo_is_trls(section, settings, level, tmp_path):
         assert found[ours] == pytest.approx(shown[theirs], abs=1e-6), ours
     if beta:
         assert found["kl"] == pytest.approx(shown["kl"], rel=1e-4)
+
+
+GRID = ("dapo", "grpo", "dr_grpo", "cispo", "sapo")
+CLIPPED = {"clip/low": "clip_ratio/low_mean", "clip/high": "clip_ratio/high_mean"}
+METRICS = {
+    "dapo": CLIPPED,
+    "grpo": CLIPPED,
+    "dr_grpo": CLIPPED,
+    "cispo": {"clip/high": "cispo_clip_ratio"},
+    "sapo": {},
+}
+"""Which of the ratios are held back, by the loss and the name of ours."""
+
+
+@pytest.mark.slow
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss", GRID)
+def test_each_loss_level_and_scale_is_trls(loss, level, scale, tmp_path):
+    """TRL's trainer computes the advantages, too, of recorded rewards."""
+    recorded = rollouts.Recorded.of(seed=GRID.index(loss))
+    recorded.rewards[1] = 0.5  # a group without variance
+    section = {**DEFAULTS, "loss": loss, "level": level, "scale": scale, "clip_high": 0.3}
+    found, gradients = rollouts.one_update(recorded, tmp_path, section=section, batch_size=2)
+    model = tiny.llama()
+    trainer = trainer_of(
+        "GRPO",
+        tmp_path,
+        model,
+        loss_type=loss,
+        importance_sampling_level=level,
+        scale_rewards=scale,
+        epsilon_high=1.3 if loss == "cispo" else 0.3,
+    )
+    inputs = rolled_out(trainer, recorded)
+    torch.testing.assert_close(
+        group_advantages(recorded.rewards, scale).flatten().float(), inputs["advantages"]
+    )
+    inputs["old_per_token_logps"] = padded(recorded.old, 0.0)[0]
+    result = trainer._compute_loss(trainer.model, inputs)
+    assert found["loss"] == pytest.approx(float(result.detach()), rel=1e-4, abs=1e-6)
+    assert_close(gradients, gradients_of(model, result))
+    shown = shown_by(trainer)
+    assert found["entropy"] == pytest.approx(shown["entropy"], rel=1e-4)
+    for ours, theirs in METRICS[loss].items():
+        assert found[ours] == pytest.approx(shown[theirs], abs=1e-6), ours
+    if scale != "batch":  # of which TRL looks at the deviation of all answers
+        assert float(without_variance(recorded.rewards).float().mean()) == pytest.approx(
+            shown["frac_reward_zero_std"]
+        )
+
+
+def by_text(completions, **columns):
+    """Rewards that tell answers apart."""
+    return [float(sum(map(ord, text)) % 97) / 97 for text in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scale"), [("GRPO", "group"), ("RLOO", "none"), ("RLOO", "batch")]
+)
+def test_a_step_with_a_reference_is_trls(name, scale, tmp_path, monkeypatch):
+    """From draws to gradients, with a divergence from another model."""
+    reference = tiny.llama(seed=7)
+    reference.save_pretrained(tmp_path / "reference")
+    tiny.tokenizer().save_pretrained(tmp_path / "reference")
+    seen = []
+    batches = AnswerPacks.batches
+
+    def seeing(packs, groups, age):
+        seen.append(groups)
+        return batches(packs, groups, age)
+
+    monkeypatch.setattr(AnswerPacks, "batches", seeing)
+    rewards = rollouts.Rewards((by_text,))
+    rollouts.train(
+        tmp_path,
+        rewards=rewards,
+        objective=name.lower(),
+        section={
+            "scale": scale,
+            "beta": 0.3,
+            "reference_model": str(tmp_path / "reference"),
+            **DEFAULTS,
+        },
+        max_steps=1,
+    )
+    (line,) = (line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line)
+    groups = seen[-1]
+    (scored,) = rewards.calls
+    recorded = rollouts.Recorded(
+        [torch.tensor(group.prompt) for group in groups],
+        [torch.tensor(answer.tokens) for group in groups for answer in group.answers],
+        *[None] * 3,
+        torch.tensor(by_text(scored.completions)).reshape(len(groups), -1),
+    )
+    model = tiny.llama()
+    settings = {"scale_rewards": scale} if name == "GRPO" else {}
+    if name == "RLOO":
+        settings["normalize_advantages"] = scale == "batch"
+    trainer = trainer_of(name, tmp_path, model, beta=0.0, **settings)
+    trainer.beta = 0.3
+    trainer.ref_model = trainer_of(name, tmp_path, reference, beta=0.0).model.eval()
+    inputs = rolled_out(trainer, recorded)
+    advantages = [answer.advantage for group in groups for answer in group.answers]
+    assert advantages == pytest.approx(inputs["advantages"].tolist(), rel=1e-3, abs=1e-4)
+    result = trainer._compute_loss(trainer.model, inputs)
+    shown = shown_by(trainer)
+    assert line["loss"] == pytest.approx(float(result.detach()), rel=1e-4, abs=2e-6)
+    norms = torch.stack([one.norm() for one in gradients_of(model, result).values()])
+    assert line["grad_norm"] == pytest.approx(float(norms.norm()), rel=1e-4)
+    assert line["kl"] == pytest.approx(shown["kl"], rel=1e-4)
+    assert line["rewards/by_text"] == pytest.approx(shown["reward"], rel=1e-5)
 
 
 @torch.no_grad()

@@ -380,6 +380,43 @@ def test_few_rows_are_multiplied_without_the_dense_values(adapter, without_dense
             assert (layer(x).double() - expected).norm() <= 2**-7 * expected.norm()
 
 
+@pytest.mark.parametrize("of_one_form", [True, False], ids=["one form", "two forms"])
+def test_few_rows_of_several_weights_need_no_dense_values(
+    of_one_form, without_dense_values, record_calls, device
+):
+    """In one launch if they have one form; with bias, and what adapters have in the padding."""
+    nested = (True, True, of_one_form)
+    weights = [torch.randn(size, 128, device=device).bfloat16() for size in (24, 7, 13)]
+    packed = [Packed.of(weight, nested=each) for weight, each in zip(weights, nested)]
+    base = NF4(packed, 64, (4, 0, 4))
+    dense = dense_of(packed, 64)
+    inside = torch.randn_like(dense.up)
+    dense.up.copy_(inside), base.buffer.up.copy_(inside)
+    bias = torch.randn(44, device=device).bfloat16()
+    without_dense_values()
+    calls = record_calls(sys.modules["chronicals.quantization.nf4"], "nf4_products")
+    for width in (128, 192):
+        x = rows(5, width, torch.bfloat16, device)
+        for added in (None, bias):
+            with kernels_run():
+                expected = dense.forward(x, added).double()
+                error = (base.forward(x, added).double() - expected).norm()
+            assert error <= 2**-7 * expected.norm()
+    assert len(calls) == (4 if of_one_form else 0)
+
+
+def test_what_is_in_the_buffer_is_not_read_after_few_rows(device):
+    """Other codes may have been loaded since it was written."""
+    packed = packed_weights((24, 7), 128, torch.bfloat16, device)
+    base = NF4(packed)
+    base.forward(rows(70, 128, torch.bfloat16, device))
+    packed[0].codes.fill_(0x77)
+    dy = rows(5, 31, torch.bfloat16, device)
+    with kernels_run():
+        base.forward(rows(5, 128, torch.bfloat16, device))
+        assert torch.equal(base.input_gradient(dy), dense_of(packed).input_gradient(dy))
+
+
 def test_what_is_not_few_rows_is_multiplied_by_the_dense_values(without_dense_values, device):
     layer = Linear4bit.of(nn.Linear(128, 24, device=device).bfloat16())
     uneven = Linear4bit.of(nn.Linear(96, 24, device=device).bfloat16())

@@ -28,6 +28,7 @@ from chronicals.cli.plan import plan_command
 from chronicals.cli.quickstart import quickstart_command
 from chronicals.cli.train import train_command
 from chronicals.cli.tune import tune_command
+from chronicals.cli.ui import ui_command
 from chronicals.cli.verify import verify_command
 from chronicals.cli.wording import LogFormatter, in_users_form
 from chronicals.versions import VersionError
@@ -127,6 +128,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tune": tune_command,
     "verify": verify_command,
     "doctor": doctor_command,
+    "ui": ui_command,
 }
 for name, command in COMMANDS.items():
     app.command(name, cls=Command)(command)

@@ -47,6 +47,7 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.presentation import AS_FORWARD
+from chronicals.patching import packed_products
 from chronicals.quantization import dense_copies
 
 COPIES_SHARE = 0.5
@@ -163,7 +164,7 @@ class Engine:
                 self.model, self.settings, self._layers, pool, samples, latents, sharing, graphs
             )
             rows = min(self.settings.slots, len(samples))
-            copies = dense_copies(self.model, rows, self._spare_memory())
+            copies = dense_copies(packed_products(self.model), rows, self._spare_memory())
             exact = self.settings.generation_exact
             exactly = exact_passes(self.model) if exact else nullcontext()
             with copies, holding_norms(self.model), exactly:

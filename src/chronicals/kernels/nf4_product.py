@@ -13,11 +13,15 @@ bf16 or fp16, sums are fp32. Bytes that must move: N · K · (1/2 + bytes of a s
 of the look-ups, some seven a value, so that an H200 reads a fifth of the bytes that it could, and
 more values a second than in 16 bits. The columns are split among programs where N is too small to
 fill a card; the splits add 8 · R · N bytes each and are summed in a fixed order.
+
+Weights of one input (queries, keys and values; gate and up) are multiplied in one launch, whose
+programs each take one of them. Their outputs are side by side.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -72,6 +76,9 @@ COLUMNS_OF_A_SPLIT = 256
 PROGRAMS_A_MULTIPROCESSOR = 4
 """Programs that are wanted on each multiprocessor: as many as its registers hold of up to 32 rows."""
 
+MOST_WEIGHTS = 3
+"""Weights that one launch multiplies: those of queries, keys and values."""
+
 MERGED_AT_ONCE = 1024
 """Elements of y that a program sums over the splits."""
 
@@ -89,7 +96,7 @@ class FewRowsLaunch:
     splits: int
 
 
-def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
+def few_rows_launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     """Choose the launch from the shape and the card.
 
     Args:
@@ -105,9 +112,13 @@ def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     return FewRowsLaunch(max(LEAST_ROWS, next_power_of_2(rows)), next_power_of_2(splits + 1) // 2)
 
 
-def _rounds_pairs(x: Tensor) -> bool:
-    """Return whether the card rounds two fp32 to a pair of 16 bits: from Ampere (sm_80) on."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+def table_for(x: Tensor, code: str) -> str:
+    """Return PTX of the look-ups of values in the dtype of x; empty where they are in memory.
+
+    A card rounds two fp32 to a pair of 16 bits from Ampere (sm_80) on.
+    """
+    rounds_pairs = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return _table_code(code, x.dtype) if rounds_pairs else ""
 
 
 @cache
@@ -196,7 +207,7 @@ def _pairs_of(packed, absmax, TABLE: tl.constexpr):
 
 
 @triton.jit
-def _weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexpr):
+def weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexpr):
     """Return the weights ``[N, G, 2 B]`` of bytes ``[N, G, B]`` and scales ``[N, G]``."""
     if TABLE == "":
         codes = packed.to(tl.int32)
@@ -211,7 +222,7 @@ def _weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexp
 
 
 @triton.jit
-def _scales_of(
+def scales_of(
     absmax_ptr,
     absmax2_ptr,
     code2_ptr,
@@ -235,19 +246,32 @@ def _scales_of(
 
 @triton.jit
 def _nf4_product_kernel(
-    # read: rows, codes, scales, what the codes of both stand for
+    # read: rows; codes and scales of each weight, and what the codes of scales stand for
     x_ptr,
-    packed_ptr,
-    absmax_ptr,
+    packed0_ptr,
+    packed1_ptr,
+    packed2_ptr,
+    absmax0_ptr,
+    absmax1_ptr,
     absmax2_ptr,
-    code2_ptr,
-    offset_ptr,
+    second0_ptr,
+    second1_ptr,
+    second2_ptr,
+    code2_0_ptr,
+    code2_1_ptr,
+    code2_2_ptr,
+    offset0_ptr,
+    offset1_ptr,
+    offset2_ptr,
+    # read: what the codes stand for
     code_ptr,
     # written: y, or its sums over each split
     out_ptr,
-    # sizes, bytes of codes of an output, and the stride of rows
+    # sizes: rows, outputs of each weight, bytes of codes of an output, and the stride of rows
     rows,
-    outputs,
+    outputs0,
+    outputs1,
+    outputs2,
     pairs,
     x_row,
     # options
@@ -262,9 +286,38 @@ def _nf4_product_kernel(
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
+    """Multiply a tile of one weight; the tiles of the weights follow each other."""
+    packed_ptr = packed0_ptr
+    absmax_ptr = absmax0_ptr
+    second_ptr = second0_ptr
+    code2_ptr = code2_0_ptr
+    offset_ptr = offset0_ptr
+    outputs = outputs0
+    first_output = 0
+    tile = tl.program_id(0)
+    tiles0 = tl.cdiv(outputs0, OUTPUTS)
+    tiles1 = tl.cdiv(outputs1, OUTPUTS)
+    if tl.program_id(0) >= tiles0:
+        packed_ptr = packed1_ptr
+        absmax_ptr = absmax1_ptr
+        second_ptr = second1_ptr
+        code2_ptr = code2_1_ptr
+        offset_ptr = offset1_ptr
+        outputs = outputs1
+        first_output = outputs0
+        tile = tl.program_id(0) - tiles0
+    if tl.program_id(0) >= tiles0 + tiles1:
+        packed_ptr = packed2_ptr
+        absmax_ptr = absmax2_ptr
+        second_ptr = second2_ptr
+        code2_ptr = code2_2_ptr
+        offset_ptr = offset2_ptr
+        outputs = outputs2
+        first_output = outputs0 + outputs1
+        tile = tl.program_id(0) - tiles0 - tiles1
     HALF: tl.constexpr = COLUMNS // 2
     GROUPS: tl.constexpr = COLUMNS // SIZE
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tile.to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < outputs
     split = tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -283,9 +336,9 @@ def _nf4_product_kernel(
             mask=is_output[:, None] & (pair + byte < end)[None, :],
             other=0,
         )
-        absmax = _scales_of(
+        absmax = scales_of(
             absmax_ptr,
-            absmax2_ptr,
+            second_ptr,
             code2_ptr,
             offset_ptr,
             (at[:, None] + (pair + group)[None, :]) // (BLOCK // 2),
@@ -299,11 +352,12 @@ def _nf4_product_kernel(
             other=0.0,
         )
         packed = tl.reshape(packed, (OUTPUTS, GROUPS, SIZE // 2))
-        weight = _weight_of(packed, absmax, code_ptr, x.dtype, TABLE)
+        weight = weight_of(packed, absmax, code_ptr, x.dtype, TABLE)
         weight = tl.reshape(weight, (OUTPUTS, COLUMNS))
         total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
-    place = (split * rows + row).to(tl.int64)[:, None] * outputs + output[None, :]
+    width = outputs0 + outputs1 + outputs2
+    place = (split * rows + row).to(tl.int64)[:, None] * width + (first_output + output)[None, :]
     tl.store(
         out_ptr + place,
         total.to(out_ptr.dtype.element_ty),
@@ -320,46 +374,72 @@ def _sum_splits_kernel(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, ELEMENTS
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
 
 
+def sum_splits(parts: Tensor, out: Tensor) -> None:
+    """Write the sums over splits, fp32 ``[splits, R, N]``, to ``out``, in one order."""
+    count = out.numel()
+    _sum_splits_kernel[(triton.cdiv(count, MERGED_AT_ONCE),)](
+        parts, out, count, len(parts), MERGED_AT_ONCE
+    )
+
+
 @operator("chronicals::nf4_product")
 def _nf4_product(
     x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    absmax2: Tensor | None,
-    code2: Tensor | None,
-    offset: Tensor | None,
+    packed: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    nested: Sequence[Tensor],
     block2: int,
-    outputs: int,
+    outputs: Sequence[int],
     block: int,
     code: str,
 ) -> Tensor:
-    """Launch the product and, where the columns are split, the sum of the splits."""
-    out = _output(x, packed, absmax, absmax2, code2, offset, block2, outputs, block, code)
+    """Launch the product and, where the columns are split, the sum of the splits.
+
+    Args:
+        x: ``[R, K]`` with dense rows.
+        packed: codes of each weight, flat.
+        absmax: ``Scales.absmax`` of each.
+        nested: ``absmax2`` of each, ``code2`` of each, ``offset`` of each; empty if the scales are
+            not quantised.
+        block2: elements of ``absmax`` that share one of ``absmax2``.
+        outputs: N of each.
+        block: elements of a weight that share a scale.
+        code: "nf4" or "fp4".
+    """
+    out = _output(x, packed, absmax, nested, block2, outputs, block, code)
     rows, columns = x.shape
-    if not rows or not outputs:
+    if not out.numel():
         return out
-    launch = _launch(x, outputs)
+    launch = few_rows_launch(x, out.shape[1])
     parts = out
     if launch.splits > 1:
-        parts = x.new_empty((launch.splits, rows, outputs), dtype=torch.float32)
-    nested = absmax2 is not None
-    grid = triton.cdiv(outputs, OUTPUTS_AT_ONCE), launch.splits
-    _nf4_product_kernel[grid](
+        parts = x.new_empty((launch.splits, *out.shape), dtype=torch.float32)
+    missing = MOST_WEIGHTS - len(packed)
+    count = len(packed)
+    of_scales = (
+        [nested[at : at + count] for at in (0, count, 2 * count)] if nested else [absmax] * 3
+    )
+    pointers = [
+        pointer
+        for tensors in (packed, absmax, *of_scales)
+        for pointer in (*tensors, *[tensors[0]] * missing)
+    ]
+    tiles = sum(triton.cdiv(each, OUTPUTS_AT_ONCE) for each in outputs)
+    _nf4_product_kernel[tiles, launch.splits](
         x,
-        packed,
-        absmax,
-        *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)),
+        *pointers,
         code_of(code, x.device),
         parts,
         rows,
-        outputs,
+        *outputs,
+        *[0] * missing,
         columns // 2,
         x.stride(0),
         block,
         block2,
-        nested,
+        bool(nested),
         multiplied_in(x.dtype),
-        _table_code(code, x.dtype) if _rounds_pairs(x) else "",
+        table_for(x, code),
         launch.rows,
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,
@@ -370,27 +450,23 @@ def _nf4_product(
         enable_fp_fusion=False,
     )
     if launch.splits > 1:
-        _sum_splits_kernel[(triton.cdiv(out.numel(), MERGED_AT_ONCE),)](
-            parts, out, out.numel(), launch.splits, MERGED_AT_ONCE
-        )
+        sum_splits(parts, out)
     return out
 
 
 @torch.library.register_fake(_nf4_product)
 def _output(
     x: Tensor,
-    packed: Tensor,
-    absmax: Tensor,
-    absmax2: Tensor | None,
-    code2: Tensor | None,
-    offset: Tensor | None,
+    packed: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    nested: Sequence[Tensor],
     block2: int,
-    outputs: int,
+    outputs: Sequence[int],
     block: int,
     code: str,
 ) -> Tensor:
     """Allocate the output."""
-    return x.new_empty((x.shape[0], outputs))
+    return x.new_empty((x.shape[0], sum(outputs)))
 
 
 def multiplies_few_rows(x: Tensor, block: int = 64) -> bool:
@@ -426,22 +502,56 @@ def nf4_product(
     Raises:
         ValueError: sizes do not fit.
     """
-    check_codes(packed, scales, outputs, x.shape[-1], block, code)
-    if not multiplies_few_rows(x, block):
-        return nf4_product_reference(x, packed, scales, outputs, block, code)
+    return nf4_products(x, [packed], [scales], [outputs], block, code)
+
+
+def nf4_products(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scales: Sequence[Scales],
+    outputs: Sequence[int],
+    block: int = 64,
+    code: str = "nf4",
+) -> Tensor:
+    """Compute ``x Wᵀ`` of several weights side by side, ``[..., sum of N]``; without a gradient.
+
+    Up to ``MOST_WEIGHTS`` are one launch. Rows that ``multiplies_few_rows`` does not take, and
+    weights whose scales differ in form, go to the reference.
+
+    Args:
+        x: ``[..., K]``.
+        packed: codes of each weight ``[N, K]``, uint8, two codes a byte.
+        scales: scales of each weight's blocks.
+        outputs: N of each.
+        block: elements that share a scale.
+        code: "nf4" or "fp4".
+
+    Raises:
+        ValueError: sizes do not fit.
+    """
+    for codes, of_blocks, each in zip(packed, scales, outputs, strict=True):
+        check_codes(codes, of_blocks, each, x.shape[-1], block, code)
+    if not multiplies_few_rows(x, block) or not are_one_launch(scales):
+        return nf4_products_reference(x, packed, scales, outputs, block, code)
+    first = scales[0]
+    of_scales = zip(*((s.absmax2, s.code2, s.offset) for s in scales))
+    nested = [tensor for kind in of_scales for tensor in kind if tensor is not None]
     y: Tensor = _nf4_product(
         in_rows(x),
-        packed.view(-1),
-        scales.absmax,
-        scales.absmax2,
-        scales.code2,
-        scales.offset,
-        scales.block2,
+        [codes.view(-1) for codes in packed],
+        [of_blocks.absmax for of_blocks in scales],
+        nested,
+        first.block2,
         outputs,
         block,
         code,
     )
-    return y.view(*x.shape[:-1], outputs)
+    return y.view(*x.shape[:-1], sum(outputs))
+
+
+def are_one_launch(scales: Sequence[Scales]) -> bool:
+    """Return whether one launch takes weights with these scales: few, and of one form."""
+    return len(scales) <= MOST_WEIGHTS and len({(s.nested, s.block2) for s in scales}) == 1
 
 
 def nf4_product_reference(
@@ -450,3 +560,16 @@ def nf4_product_reference(
     """Compute ``nf4_product`` in plain torch."""
     shape = outputs, x.shape[-1]
     return F.linear(x, dequantize_4bit_reference(packed, scales, shape, x.dtype, block, code))
+
+
+def nf4_products_reference(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    scales: Sequence[Scales],
+    outputs: Sequence[int],
+    block: int = 64,
+    code: str = "nf4",
+) -> Tensor:
+    """Compute ``nf4_products`` in plain torch."""
+    weights = zip(packed, scales, outputs, strict=True)
+    return torch.cat([nf4_product_reference(x, *weight, block, code) for weight in weights], -1)

@@ -197,6 +197,12 @@ class MergedWeights:
         base = product_format(self.storage.plain_weight, self.padding.up.device)
         return replace(self, base=base)
 
+    def densely(self) -> MergedWeights:
+        """Return a copy that multiplies by dense values of its packed weights, in their own memory."""
+        dense = self.storage.copied()
+        padding = AdapterPadding.beside(dense, self.sizes, self.padding.ranks)
+        return replace(self, base=dense, padding=padding)
+
     def in_16_bit(self) -> MergedWeights:
         """Return a copy whose products run in the format of the storage.
 

@@ -3,7 +3,11 @@
 The parts are norms, gated MLPs, rotary embedding, attention, experts, the loss and whole layers.
 """
 
-from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
+from chronicals.patching.decoder_layer import (
+    fuse_weights,
+    packed_products,
+    recompute_norms_and_units,
+)
 from chronicals.patching.fp8_experts import (
     experts_in_fp8,
     offload_frozen_experts,
@@ -41,6 +45,7 @@ __all__ = [
     "layers_in_fp8",
     "offload_frozen_experts",
     "offload_frozen_weights",
+    "packed_products",
     "patch_model",
     "patch_parts",
     "recompute_norms_and_units",

@@ -26,7 +26,7 @@ from chronicals.kernels.launch import with_padding
 from chronicals.models.attention_seam import PASS, Scores
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
-from chronicals.patching.fused_weights import Unmerged, say_once
+from chronicals.patching.fused_weights import GroupProduct, Unmerged, say_once
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.halves import (
     OUTPUT_PROJECTION,
@@ -45,7 +45,7 @@ from chronicals.patching.halves import (
 )
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
-from chronicals.quantization import packed_layers
+from chronicals.quantization import LayerProduct, PackedProduct, packed_layers, packed_weight
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """True if transformers recomputes a layer around its forward.
@@ -232,6 +232,24 @@ def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerg
                 yield half
 
 
+def packed_products(model: nn.Module) -> list[PackedProduct]:
+    """Return the products with packed weights of a pass of generation.
+
+    They are those of fused halves, and of other packed linear layers.
+    """
+    found: list[PackedProduct] = []
+    fused = set[nn.Module]()
+    for layer, anatomy in _fused_layers(model):
+        for half in _halves(anatomy, layer, over_pages=True):
+            if isinstance(half, FusedHalf):
+                for owner, names, group in half.products:
+                    if packed_weight(group.linears[0]) is not None:
+                        found.append(GroupProduct(owner, names))
+                        fused.update(group.linears)
+    found += [LayerProduct(layer) for _, layer in packed_layers(model) if layer not in fused]
+    return found
+
+
 def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yield module and names of its children for each product of several layers in fused halves."""
     for layer, anatomy in _fused_layers(model):
@@ -280,7 +298,8 @@ def _run(
 ) -> Tensor:
     """Run the layer with the halves fused that can be, or by ``class_forward`` if none can."""
     is_packed = all(inputs.get(name) is not None for name in ("cu_seq_lens_q", "max_length_q"))
-    if args or not (is_packed or _may_fuse_over_pages(layer, inputs)):
+    over_pages = inputs.get(PASS) is not None
+    if args or not (is_packed or over_pages):
         return class_forward(layer, hidden_states, *args, **inputs)
     reason = ""
     given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
@@ -296,7 +315,8 @@ def _run(
         say_once(f"{type(layer).__name__} runs part by part: {reason}")
         return class_forward(layer, hidden_states, **inputs)
     halves: list[Any] = []
-    for half in _halves(anatomy, layer, hidden_states.dtype, inputs):
+    has_tables = _tables(inputs) is not None
+    for half in _halves(anatomy, layer, hidden_states.dtype, over_pages, has_tables):
         if isinstance(half, Unmerged):
             say_once(f"a half of {type(layer).__name__} runs part by part: {half}")
             halves.append(None)
@@ -328,34 +348,33 @@ def _run(
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
 
 
-def _may_fuse_over_pages(layer: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the layer is in a pass of generation, in which halves may run fused.
-
-    Packed weights are multiplied each by itself there: few rows without being dequantised, which a
-    product of several would do.
-    """
-    return inputs.get(PASS) is not None and next(packed_layers(layer), None) is None
-
-
 def _halves(
     anatomy: Anatomy,
     layer: Any,
     dtype: torch.dtype | None = None,
-    inputs: Mapping[str, Any] | None = None,
+    over_pages: bool = False,
+    has_tables: bool = True,
 ) -> tuple[AttentionHalf | Unmerged | None, MLPHalf | Unmerged | None]:
     """Return the layer's halves as they are now.
 
     Each is the fused half, or the reason why it cannot be fused, or None if its form is not known.
+
+    Args:
+        anatomy: the parts of the layer.
+        layer: the layer.
+        dtype: dtype of its input; by default that of its weights.
+        over_pages: it runs in a pass of generation.
+        has_tables: it is given tables of rotations.
     """
     attention: AttentionHalf | Unmerged | None = None
     mlp: MLPHalf | Unmerged | None = None
     if anatomy.attention is not None:
         try:
-            if inputs is not None and _tables(inputs) is None:
+            if not has_tables:
                 raise Unmerged("it was given no rotary tables")
             reads = anatomy.attention
             module = getattr(layer, ATTENTION)
-            if isinstance(reads, LatentReads) and PASS in (inputs or {}):
+            if isinstance(reads, LatentReads) and over_pages:
                 pass  # the pass stores latents, which it reads where the class makes them
             elif isinstance(reads, LatentReads):
                 attention = LatentHalf(layer, module, anatomy.norms[0], reads, dtype)

@@ -31,6 +31,7 @@ from chronicals.quantization import (
     FP8Experts,
     FP8InHost,
     PackedLinear,
+    PackedProduct,
     packed_weight,
     product_dtype,
 )
@@ -159,6 +160,30 @@ class Group:
             x_is_saved=x_is_saved,
             output_is_saved=output_is_saved,
         )
+
+
+class GroupProduct(PackedProduct):
+    """The product of a group of packed layers.
+
+    Args:
+        owner: the module whose children they are.
+        names: names of the children.
+    """
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]):
+        layers = (packed_weight(layer) for layer in Group(owner, names).linears)
+        self.weights = [weight for weight in layers if weight is not None]
+        self._cache: dict[tuple[str, ...], MergedWeights] = vars(owner)[MERGED]
+        self._names = names
+        self._packed = self._cache[names]
+
+    def hold_copy(self) -> None:
+        """Let the group multiply by the dense values."""
+        self._cache[self._names] = self._packed.densely()
+
+    def drop_copy(self) -> None:
+        """Let it multiply by the codes again."""
+        self._cache[self._names] = self._packed
 
 
 def is_hooked(module: Any) -> bool:

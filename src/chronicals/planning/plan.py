@@ -45,6 +45,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
 from chronicals.distributed import Mesh
 from chronicals.memory import card_memory
 from chronicals.model_shape import ModelShape
+from chronicals.models import count_values
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_model
 from chronicals.planning.space import Space, space_of
@@ -126,6 +127,8 @@ class Plan:
         exposed: seconds of a step in which nothing is computed.
         slowed: seconds by which overlapped communication slows the computation.
         space: bytes by part, on a card, in host memory and on the disk.
+        parameters: numbers of parameters by name: ``total`` of the model with its adapters, and
+            those that are ``trained``.
         time: ``computing`` by part; None if a single rate was given.
         settings: fields that ``fit`` changed, with their new values.
         words: lines on these settings: what each costs and saves.
@@ -144,6 +147,7 @@ class Plan:
     exposed: float
     slowed: float
     space: Space
+    parameters: dict[str, int]
     time: StepTime | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
@@ -254,6 +258,7 @@ def plan(
         hidden = min(sent.reduce_scatter, _BACKWARD * computing * rate) if frees else 0.0
         exposed = (sent.total - sent.attention - hidden) / rate
     slowed = MEETING_SECONDS + hidden / machines.link if gpus > 1 else 0.0
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return Plan(
         gpus,
         fitted.held,
@@ -268,6 +273,7 @@ def plan(
         exposed + sent.attention / machines.rate(context),
         slowed,
         space_of(facts, fitted),
+        {"total": count_values(model), "trained": trained},
         time,
         {} if settled is None else settled.taken.settings,
         [] if settled is None else _words_of(settled),

@@ -5,7 +5,7 @@ They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 a
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import AdapterPadding, Dense, columns_for
-from chronicals.quantization.dense_copies import dense_copies
+from chronicals.quantization.dense_copies import LayerProduct, PackedProduct, dense_copies
 from chronicals.quantization.experts import (
     Experts4bit,
     PackedExperts,
@@ -50,6 +50,7 @@ __all__ = [
     "FP8ExpertsInHost",
     "FP8InHost",
     "FourBits",
+    "LayerProduct",
     "Linear4bit",
     "LinearGGUF",
     "Operand",
@@ -57,6 +58,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "PackedModule",
+    "PackedProduct",
     "PackedStorage",
     "PackedWeight",
     "PlainWeight",

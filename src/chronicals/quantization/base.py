@@ -137,3 +137,7 @@ class Storage(Base):
 
     places: Any
     plain_weight: Any = None
+
+    def copied(self) -> Any:
+        """Return the values as a ``Dense`` weight: this one, or a copy of a packed one."""
+        return self

@@ -7,67 +7,112 @@ dequantised in each of them is read and written 4.5 bytes a value where a dense 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
-from torch import nn
-
-from chronicals.quantization.packed_linear import PackedLinear, packed_layers
+from chronicals.quantization.packed import PackedWeight
+from chronicals.quantization.packed_linear import PackedLinear
 
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def dense_copies(model: nn.Module, rows: int, memory: int) -> Iterator[None]:
-    """Context manager in which packed linear layers hold their dense values, as far as they fit.
+class PackedProduct(ABC):
+    """A product of one input with one packed weight or several, which may hold their dense values.
 
-    Layers that multiply so many rows as fast without one get none. How many layers have a copy is
-    logged once. The weights are the same, in products of few rows sums may be in another order.
+    Attributes:
+        weights: the weights.
+    """
+
+    weights: list[PackedWeight]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the dense values."""
+        outputs = sum(weight.shape[0] for weight in self.weights)
+        first = self.weights[0]
+        return int(outputs * first.shape[1] * first.dtype.itemsize)
+
+    def gains(self, rows: int) -> bool:
+        """Return whether the product of so many rows is faster with a dense copy."""
+        first = self.weights[0]
+        one = first.codes.new_empty((1, 1), dtype=first.dtype)
+        return any(
+            weight.is_faster_dense(one.expand(rows, weight.shape[1])) for weight in self.weights
+        )
+
+    @abstractmethod
+    def hold_copy(self) -> None:
+        """Dequantise the weights, and multiply by their values from here on."""
+
+    @abstractmethod
+    def drop_copy(self) -> None:
+        """Free the dense values, and multiply by the codes again."""
+
+
+class LayerProduct(PackedProduct):
+    """The product of a packed linear layer that is called as a module."""
+
+    def __init__(self, layer: PackedLinear):
+        self.layer = layer
+        self.weights = [layer.packed]
+
+    def hold_copy(self) -> None:
+        """Give the layer a copy."""
+        self.layer.dense_copy = self.layer.packed.dense()
+
+    def drop_copy(self) -> None:
+        """Take it from the layer."""
+        del self.layer.dense_copy
+
+
+@contextmanager
+def dense_copies(products: Sequence[PackedProduct], rows: int, memory: int) -> Iterator[None]:
+    """Context manager in which products with packed weights hold dense values, as far as they fit.
+
+    Those that are as fast for so many rows without get none. How many weights have a copy is logged
+    once. The weights are the same, in products of few rows sums may be in another order.
 
     Args:
-        model: the model; nothing may change its weights meanwhile.
+        products: the products; nothing may change their weights meanwhile.
         rows: rows of the products.
         memory: bytes that the copies may take.
     """
-    layers = [layer for _, layer in packed_layers(model) if _gains(layer, rows)]
-    copied = list[PackedLinear]()
+    gaining = [product for product in products if product.gains(rows)]
+    copied = list[PackedProduct]()
     taken = 0
     try:
-        for layer in layers:
-            needed = layer.out_features * layer.in_features * layer.dtype.itemsize
-            if taken + needed <= memory:
-                layer.dense_copy = layer.packed.dense()
-                copied.append(layer)
-                taken += needed
-        if layers:
-            _say_how_many(len(copied), len(layers), taken)
+        for product in gaining:
+            if taken + product.copy_bytes <= memory:
+                product.hold_copy()
+                copied.append(product)
+                taken += product.copy_bytes
+        if gaining:
+            _say_how_many(_weights(copied), _weights(gaining), taken)
         yield
     finally:
-        for layer in copied:
-            del layer.dense_copy
+        for product in copied:
+            product.drop_copy()
 
 
-def _gains(layer: PackedLinear, rows: int) -> bool:
-    """Return whether a layer's products of so many rows are faster with a dense copy."""
-    packed = layer.packed
-    one = packed.codes.new_empty((1, 1), dtype=layer.dtype)
-    return packed.is_faster_dense(one.expand(rows, layer.in_features))
+def _weights(products: Sequence[PackedProduct]) -> int:
+    return sum(len(product.weights) for product in products)
 
 
 @cache
-def _say_how_many(copied: int, layers: int, taken: int) -> None:
-    """Log once, by the cache, how many layers have a copy."""
+def _say_how_many(copied: int, weights: int, taken: int) -> None:
+    """Log once, by the cache, how many weights have a copy."""
     if copied:
         logger.info(
-            "%d of %d packed layers have a dense copy while answers are generated (%.2f GiB)",
+            "%d of %d packed weights have a dense copy while answers are generated (%.2f GiB)",
             copied,
-            layers,
+            weights,
             taken / 2**30,
         )
     else:
         logger.info(
             "no memory is spare for dense copies, with which answers would be faster: %d packed "
-            "layers are dequantised in each step",
-            layers,
+            "weights are dequantised in each step",
+            weights,
         )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.kernels.nf4 import (
     SCALE_BLOCK,
     Scales,
@@ -21,7 +22,14 @@ from chronicals.kernels.nf4 import (
     quantize_nf4,
     quantize_scales,
 )
-from chronicals.kernels.nf4_product import FASTER_ROWS, multiplies_few_rows, nf4_product
+from chronicals.kernels.nf4_grouped_product import multiplies_few_tokens, nf4_grouped_product
+from chronicals.kernels.nf4_product import (
+    FASTER_ROWS,
+    are_one_launch,
+    multiplies_few_rows,
+    nf4_product,
+    nf4_products,
+)
 from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -35,9 +43,22 @@ SCALE_TENSORS = ("absmax", "absmax2", "code2", "offset")
 class NF4(PackedStorage):
     """Weights in bitsandbytes' 4-bit formats."""
 
+    packed: Any
+
     dense_stays = False
     # A code, and with nested scales a byte per block and four bytes per block of scales.
     packed_bytes = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``, ``[T, N]``, in one launch if the weights have one form."""
+        first = self.packed[0]
+        scales = [part.scales for part in self.packed]
+        forms = {(part.block, part.code) for part in self.packed}
+        if len(forms) > 1 or not are_one_launch(scales):
+            return super().products(x)
+        codes = [part.codes for part in self.packed]
+        outputs = [part.shape[0] for part in self.packed]
+        return nf4_products(x, codes, scales, outputs, first.block, first.code)
 
 
 class Linear4bit(PackedLinear):
@@ -169,6 +190,16 @@ class Packed(PackedWeight):
             return super().product(x)
         outputs = self.shape[0]
         return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code)
+
+    def product_of_experts(
+        self, x: Tensor, to: Dispatch, of_tokens: bool, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return the grouped product of few tokens, of which only chosen experts are read."""
+        if x.dtype != self.dtype or not multiplies_few_tokens(x, to, self.block):
+            return None
+        outputs = self.shape[0] // to.experts
+        form = self.block, self.code
+        return nf4_grouped_product(x, self.codes, self.scales, to, outputs, of_tokens, bias, *form)
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""

@@ -6,8 +6,9 @@ outside this package calls the weight and does not know the format; a new format
 
 The dense values of linear layers with the same input (``PackedStorage``) are written to a buffer
 with padding columns for adapters. All bases of one shape and device share it. The forward pass
-always writes it. The backward pass reads it if it still holds this weight, as it does after the
-layer was recomputed, and otherwise writes it again.
+always writes it, unless the format multiplies so few rows without dense values. The backward pass
+reads it if it still holds this weight, as it does after the layer was recomputed, and otherwise
+writes it again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.quantization.base import Operand, Storage
 from chronicals.quantization.dense import Dense
 
@@ -77,19 +79,35 @@ class PackedStorage(Storage):
         key = sizes, width, columns, tuple(ranks), dtype, device
         buffer = _BUFFERS.get(key)
         if buffer is None:
-            # A tensor made in inference mode could not be written to after it.
-            with torch.inference_mode(False):
-                memory = torch.zeros(
-                    (outputs + columns, width + columns), dtype=dtype, device=device
-                )
-            buffer = _SharedBuffer(memory[:outputs, :width], (), columns)
+            buffer = _SharedBuffer(self._room(columns), (), columns)
             _BUFFERS[key] = buffer
         self.buffer = buffer
 
+    def _room(self, columns: int) -> Tensor:
+        """Return memory for W, ``[N, K]``, with so many columns and rows of zeros around it."""
+        device = self.packed[0].codes.device
+        shape = self.outputs + columns, self.width + columns
+        # A tensor made in inference mode could not be written to after it.
+        with torch.inference_mode(False):
+            memory = torch.zeros(shape, dtype=self.dtype, device=device)
+        return memory[: self.outputs, : self.width]
+
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        """Return ``x Wᵀ + bias``; the buffer is written first."""
-        self._fill()
-        return self.buffer.forward(x, bias)
+        """Return ``x Wᵀ + bias``; the buffer is written first, unless the rows need none."""
+        rows = x.dense[:, : self.width]
+        if any(part.reads_dense(rows) for part in self.packed):
+            self._fill()
+            return self.buffer.forward(x, bias)
+        self.buffer.mark = None  # other codes may have been loaded since it was written
+        y = self.products(rows)
+        behind = x.dense[:, self.width :]
+        if behind.shape[1]:
+            y.addmm_(behind, self.buffer.up.t())
+        return y if bias is None else y.add_(bias)
+
+    def products(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``, ``[T, N]``, of rows that need no dense values."""
+        return torch.cat([part.product(x) for part in self.packed], 1)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """Return ``dy W``; the buffer is written if it holds another weight by now."""
@@ -121,6 +139,11 @@ class PackedStorage(Storage):
         """Return W in memory of its own."""
         device = self.packed[0].codes.device
         return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=device))
+
+    def copied(self) -> Dense:
+        """Return W as a dense weight in memory of its own, with padding as the buffer has."""
+        columns = self.buffer.columns
+        return Dense(self.into(self._room(columns)), self.parts, columns)
 
     @property
     def bytes(self) -> int:
@@ -276,6 +299,22 @@ class PackedWeight(ABC):
             x: ``[..., K]``.
         """
         return F.linear(x, self.dense().to(x.dtype))
+
+    def product_of_experts(
+        self, x: Tensor, to: Dispatch, of_tokens: bool, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return the grouped product of the weights ``[E · n, K]`` of E experts, ``[S, n]``.
+
+        It is None for rows whose product reads the dense values; a format may multiply few rows
+        without them. There is no gradient.
+
+        Args:
+            x: ``[S, K]`` sorted by expert, or ``[T, K]`` if ``of_tokens``.
+            to: the dispatch of the rows.
+            of_tokens: gather the rows of x from tokens.
+            bias: ``[E, n]``.
+        """
+        return None
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch, by the definition of the format."""

@@ -225,9 +225,11 @@ class Tuner:
         The length of the user's own run is measured once.
         """
         own = {name: self.recipe.to_dict()[name] for name in sorted(self.recipe.explicit)}
+        settings = asdict(self.settings)  # type: ignore[call-overload]
+        direction = "maximize" if self.settings.maximizes else "minimize"
         about = {
             "space": self.space.to_json(),
-            "settings": asdict(self.settings),  # type: ignore[call-overload]
+            "settings": {**settings, "direction": direction},
             "recipe": own,
         }
         kept = self.study.about()

@@ -41,6 +41,7 @@ PURPOSES = {
     "mlflow": "curves in MLflow",
     "export": "models as GGUF",
     "tune": "the search for settings",
+    "ui": "the web page, chronicals ui",
     "math": "rewards of answers to mathematical questions",
 }
 """Purpose of each extra of the package."""
