@@ -353,6 +353,23 @@ def test_generate_once_and_in_a_chat(trained, within):
     )
 
 
+def test_a_program_chats_in_lines_of_json(trained, within):
+    once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
+    before = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    asked = [{"prompt": "what is 3?"}, {"prompt": "what is 3?", "messages": before}, {}]
+    typed = "".join(json.dumps(one) + "\n" for one in asked) + "no json\n"
+    said = within("generate", "out", "--json-lines", "--max-new-tokens", 5, typed=typed)
+    assert said.code == 0, said.stderr
+    lines = [json.loads(line) for line in said.stdout.splitlines()]
+    ends = [line for line in lines if "part" not in line]
+    assert ends[0] == {"ready": True} and ends[1] == {"answer": once.stdout.removesuffix("\n")}
+    assert "answer" in ends[2] and [list(line) for line in ends[3:]] == [["error"], ["error"]]
+    first = lines[1 : lines.index(ends[1])]
+    assert once.stdout.startswith("".join(line["part"] for line in first))
+    refused = within("generate", "out", "--json-lines", "--prompt", "hi")
+    assert refused.code == 1 and "standard input" in refused.stderr
+
+
 def test_commands_of_a_chat(trained, within):
     chat = within("generate", "out", typed="/help\n/halp\n/exit\nnever asked\n")
     assert chat.code == 0 and not chat.stdout

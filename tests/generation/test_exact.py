@@ -9,7 +9,8 @@ import torch
 import families
 import tiny
 from chronicals.generation.engine import Engine
-from chronicals.generation.exact import NotExact, exact_passes, packed_log_probabilities
+from chronicals.generation.exact import exact_passes, packed_log_probabilities
+from chronicals.generation.exact_operations import NotExact
 from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings

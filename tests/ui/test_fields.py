@@ -56,6 +56,7 @@ VALUES = {
     "cache_memory": 1.5,
     "overlong": "cut",
     "train_on": "answers",
+    "tune": {"lora_rank": [8, 16], "learning_rate": [1.5, 2.5, "log"]},
 }
 """Values of fields that do not follow from their kind."""
 

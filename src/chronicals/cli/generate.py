@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +95,14 @@ def generate_command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
     stream: Annotated[bool, typer.Option(help="Print an answer while it is made")] = True,
+    json_lines: Annotated[
+        bool,
+        typer.Option(
+            "--json-lines",
+            help="For programs: a chat of lines of JSON, questions on standard input, answers on "
+            "standard output",
+        ),
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option(help="Run Python code that comes with the model")
     ] = False,
@@ -105,6 +115,10 @@ def generate_command(
     Answers go to standard output, everything else to standard error. `--temperature 0.7 --top-p
     0.9` draws answers that vary, `--seed` repeats them. `--prompts prompts.jsonl --output
     answers.jsonl` answers many prompts together.
+
+    With `--json-lines` each line of the input is `{"prompt": ..., "messages": [...]}`, the messages
+    being what was said before it, and is answered by lines `{"part": ...}` while it is made and a
+    last `{"answer": ...}` or `{"error": ...}`.
     """
     import torch
     from rich.console import Console
@@ -116,6 +130,10 @@ def generate_command(
 
     warn_of_other_processes("generate")
     _check_prompts(prompts, prompt, system, output, answers, temperature)
+    if json_lines and (prompt is not None or prompts is not None):
+        raise ValueError(
+            "json_lines: takes its questions from standard input; leave out the prompt"
+        )
     trained = load_trained(model, base_model, trust_remote_code)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
         patch_parts(trained.model, whole_layers=True)
@@ -138,7 +156,9 @@ def generate_command(
         _answer_prompts(trained, prompts, output, answers=answers, **settings)
         return
     chat = Chat(trained, system, **settings)
-    if prompt is not None:
+    if json_lines:
+        _talk_in_json(chat)
+    elif prompt is not None:
         _print_answer(chat, prompt, stream)
     elif not _talk(chat, stream, Console(stderr=True, highlight=False)):
         raise typer.Exit(1)
@@ -223,6 +243,23 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
                     console.print(
                         "[dim]the conversation goes on without the question; /reset makes room[/]"
                     )
+
+
+def _talk_in_json(chat: Chat) -> None:
+    """Answer lines of JSON from standard input by lines of JSON, until the input ends."""
+
+    def say(**values: Any) -> None:
+        print(json.dumps(values, ensure_ascii=False), flush=True)  # noqa: T201
+
+    say(ready=True)
+    opening = [*chat.messages]
+    for line in sys.stdin:
+        try:
+            asked = json.loads(line)
+            chat.messages = [*opening, *asked.get("messages", [])]
+            say(answer=chat.ask(asked["prompt"], lambda part: say(part=part)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            say(error=f"{type(error).__name__}: {error}" if not str(error) else str(error))
 
 
 def _print_answer(chat: Chat, question: str, stream: bool) -> None:

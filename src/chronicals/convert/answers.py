@@ -148,8 +148,10 @@ def _in_words(text: str, value: Any) -> Answer:
         given = _with_value(literal, value)
         if isinstance(given, dict) and name[1] not in FIELDS:
             fields |= {f"{name[1]}.{setting}": one for setting, one in given.items()}
-        else:
+        elif name[1] in FIELDS:
             fields[name[1]] = given
+        else:
+            return not_needed(text)  # an option of the command
         if not ASSIGNMENT.match(rest.removeprefix(" and ")):
             break
         rest = rest.removeprefix(" and ")

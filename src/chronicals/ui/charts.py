@@ -60,9 +60,26 @@ def line_chart(metric: str, curves: Mapping[str, Sequence[Point]]) -> dict[str, 
         series.append(_series(run, thinned(list(points)), colour, 0.28 if rough else 1.0))
         if rough:
             series.append(_series(run, thinned(smoothed(list(points))), colour, 1.0))
+    several = len(curves) > 1
     return {
         "animation": False,
-        "grid": {"left": 8, "right": 14, "top": 12, "bottom": 8, "containLabel": True},
+        "legend": {
+            "show": several,
+            "top": 0,
+            "type": "scroll",
+            "icon": "roundRect",
+            "itemWidth": 10,
+            "itemHeight": 10,
+            "textStyle": {"color": QUIET, "fontSize": 11},
+            "pageTextStyle": {"color": QUIET},
+        },
+        "grid": {
+            "left": 8,
+            "right": 14,
+            "top": 34 if several else 12,
+            "bottom": 8,
+            "containLabel": True,
+        },
         "tooltip": {"trigger": "axis", "renderMode": "richText", "confine": True},
         "xAxis": _axis(),
         "yAxis": _axis(),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nicegui import ui
 
+from chronicals.ui.command_forms import CommandForm
 from chronicals.ui.fields import FormField
 from chronicals.ui.recipes import Faults, RecipeForm
 from chronicals.ui.services import Services
@@ -43,7 +45,8 @@ class DraftForm:
 
     Attributes:
         services: of the server.
-        name: of the draft: that of an objective.
+        name: of the draft.
+        form: returns the form; more of its fields may become known.
         say: words of the page.
         changed: called after each change, in this tab or another.
         defaults: of fields whose default on the page is another than the command line's.
@@ -52,6 +55,7 @@ class DraftForm:
 
     services: Services
     name: str
+    form: Callable[[], RecipeForm | CommandForm]
     say: Say
     changed: list[Callable[[], None]] = field(default_factory=list)
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -60,15 +64,10 @@ class DraftForm:
     _seen: int = -1
 
     @property
-    def form(self) -> RecipeForm:
-        """The form of the objective."""
-        return self.services.form(self.name)
-
-    @property
     def texts(self) -> dict[str, str]:
         """The texts of the draft, of fields that the form has."""
         kept = self.services.drafts.texts(self.name)
-        known = self.form.fields
+        known = self.form().fields
         return {name: text for name, text in kept.items() if name in known}
 
     def build(self, fields: Iterable[FormField]) -> None:
@@ -102,7 +101,7 @@ class DraftForm:
         """Tell what is wrong at its field, and return it; None if nothing is."""
         faults: Faults | None = None
         try:
-            self.form.recipe(self.texts)
+            self.form().check(self.texts)
         except Faults as found:
             faults = found
         for name, one in self.inputs.items():
@@ -150,3 +149,19 @@ class DraftForm:
             made = ui.input(value=text, placeholder=self.defaults.get(one.name, one.default))
             made.props("outlined dense debounce=250")
         return made.props('spellcheck="false" autocomplete="off"')
+
+
+@dataclass
+class RecipeDraft(DraftForm):
+    """Inputs of the recipe of an objective, which is the name of the draft."""
+
+    @property
+    def recipe_form(self) -> RecipeForm:
+        """The form as it is known now."""
+        return self.services.form(self.name)
+
+
+def recipe_draft(services: Services, objective: str, say: Say) -> RecipeDraft:
+    """Return the inputs of a stage's draft, whose run gets a folder of its own by default."""
+    free = {"output_dir": services.runs.free_folder(objective)}
+    return RecipeDraft(services, objective, partial(services.form, objective), say, defaults=free)

@@ -13,7 +13,7 @@ import yaml
 from nicegui import ui
 
 from chronicals.ui.charts import TITLES, drawn, line_chart
-from chronicals.ui.form import DraftForm
+from chronicals.ui.form import RecipeDraft
 from chronicals.ui.frame import card, chip, command_line
 from chronicals.ui.jobs import Job, last_lines, shown
 from chronicals.ui.metrics import Metrics
@@ -62,7 +62,7 @@ class PlanPanel:
     """Parameters, memory and time of a draft, as ``chronicals plan`` tells them."""
 
     services: Services
-    draft: DraftForm
+    draft: RecipeDraft
     say: Say
 
     def build(self) -> None:
@@ -91,8 +91,8 @@ class PlanPanel:
             return
         file = self.services.place.kept / "drafts" / f"{self.draft.name}.yaml"
         try:
-            self.draft.form.recipe({"data": "not-read", **texts})
-            values = self.draft.form.values(texts)
+            self.draft.recipe_form.recipe({"data": "not-read", **texts})
+            values = self.draft.recipe_form.values(texts)
         except Faults as faults:
             self._say(str(faults))
             return

@@ -96,6 +96,14 @@ class RecipeForm:
                 values[name] = value
         return values
 
+    def check(self, texts: Mapping[str, str]) -> None:
+        """Check the recipe of a form.
+
+        Raises:
+            Faults: as ``recipe``.
+        """
+        self.recipe(texts)
+
     def recipe(self, texts: Mapping[str, str]) -> Recipe:
         """Return the recipe of a form.
 

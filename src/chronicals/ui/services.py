@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from chronicals.ui.chats import Chats
 from chronicals.ui.commands import Answer, Commands
 from chronicals.ui.drafts import Drafts
 from chronicals.ui.fields import FormField, section_fields
@@ -84,6 +85,11 @@ class Services:
         return Drafts(self.place)
 
     @cached_property
+    def chats(self) -> Chats:
+        """The conversation with models."""
+        return Chats(self.place)
+
+    @cached_property
     def commands(self) -> Commands:
         """The process of short commands."""
         return Commands(self.place.root)
@@ -96,6 +102,7 @@ class Services:
         """End the process of short commands; jobs go on."""
         for task in self._tasks:
             task.cancel()
+        await self.chats.end()
         await self.commands.stop()
 
     async def _start_jobs(self) -> None:

@@ -11,9 +11,9 @@ from nicegui import ui
 
 from chronicals.config import PRESETS, ConfigurationError, Recipe
 from chronicals.config.presets import AUTO_PRESET, CARDS, WAYS, preset_fields
-from chronicals.ui.form import DraftForm
+from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, frame, heading
-from chronicals.ui.pages.stages import StartPanel, draft_of
+from chronicals.ui.pages.stages import StartPanel
 from chronicals.ui.panels import PlanPanel
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import OBJECTIVES, Services
@@ -33,7 +33,7 @@ def add_configuration(services: Services) -> None:
             return
         with frame(services, "configuration") as say:
             heading(say("nav.configuration"), say("configuration.about"))
-            draft = draft_of(services, objective, say)
+            draft = recipe_draft(services, objective, say)
             with ui.element("div").classes("halves"):
                 with ui.element("div").classes("half"):
                     _build_choices(services, draft, say)
@@ -51,7 +51,7 @@ def presets() -> list[str]:
     return [name for name in (*PRESETS, *ways) if name != AUTO_PRESET]
 
 
-def _build_choices(services: Services, draft: DraftForm, say: Say) -> None:
+def _build_choices(services: Services, draft: RecipeDraft, say: Say) -> None:
     """Build the choices of the objective and of a preset."""
     with card(), ui.element("div").classes("row"):
         names = {name: say(f"nav.stage.{name}") for name in OBJECTIVES}
@@ -65,23 +65,23 @@ def _build_choices(services: Services, draft: DraftForm, say: Say) -> None:
         clear.props("flat no-caps dense")
 
 
-def lay_preset_over(draft: DraftForm, name: str | None) -> None:
+def lay_preset_over(draft: RecipeDraft, name: str | None) -> None:
     """Set the fields of a preset in a draft; others keep what was typed."""
     if not name:
         return
-    fields = draft.form.fields
+    fields = draft.recipe_form.fields
     texts = {key: fields[key].text(value) for key, value in preset_fields(name).items()}
     draft.services.drafts.write(draft.name, {**draft.texts, **texts})
     draft.look()
 
 
-def _clear(draft: DraftForm) -> None:
+def _clear(draft: RecipeDraft) -> None:
     draft.services.drafts.write(draft.name, {})
     draft.look()
 
 
-def _build_groups(services: Services, draft: DraftForm, say: Say) -> None:
-    fields = draft.form.fields.values()
+def _build_groups(services: Services, draft: RecipeDraft, say: Say) -> None:
+    fields = draft.recipe_form.fields.values()
     own = services.settings_of(draft.name)
     if own:
         with ui.expansion(say("stage.settings", name=draft.name), value=True).classes("group-box"):
@@ -96,7 +96,7 @@ def _build_groups(services: Services, draft: DraftForm, say: Say) -> None:
 class YamlPanel:
     """The draft as YAML, and YAML as the draft."""
 
-    def __init__(self, draft: DraftForm, say: Say):
+    def __init__(self, draft: RecipeDraft, say: Say):
         self.draft = draft
         self.say = say
 
@@ -116,7 +116,7 @@ class YamlPanel:
     def show(self) -> None:
         """Show the draft as YAML; of a wrong one the message is at its field already."""
         try:
-            self.text.set_value(self.draft.form.yaml(self.draft.texts))
+            self.text.set_value(self.draft.recipe_form.yaml(self.draft.texts))
         except Faults:
             return
 
@@ -130,7 +130,7 @@ class YamlPanel:
                 self.draft.services.drafts.write(objective, texts)
                 ui.navigate.to(f"/configuration/{objective}")
                 return
-            texts = self.draft.form.texts(fields)
+            texts = self.draft.recipe_form.texts(fields)
         except (ConfigurationError, Faults) as error:
             self.said.set_text(str(error))
             self.said.classes("warning")

@@ -8,7 +8,7 @@ from functools import partial
 from nicegui import ui
 
 from chronicals.config import ConfigurationError
-from chronicals.ui.form import DraftForm
+from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, command_line, frame, heading
 from chronicals.ui.jobs import shown
 from chronicals.ui.panels import PlanPanel, RunPanel
@@ -53,7 +53,7 @@ def add_stages(services: Services) -> None:
             return
         with frame(services, f"stage.{objective}") as say:
             heading(say(f"stage.{objective}.title"), say(f"stage.{objective}.about"))
-            draft = draft_of(services, objective, say)
+            draft = recipe_draft(services, objective, say)
             with ui.element("div").classes("halves"):
                 with ui.element("div").classes("half"):
                     _build_form(services, draft, say)
@@ -65,14 +65,8 @@ def add_stages(services: Services) -> None:
             draft.follow()
 
 
-def draft_of(services: Services, objective: str, say: Say) -> DraftForm:
-    """Return the inputs of a stage's draft, whose run gets a folder of its own by default."""
-    free = {"output_dir": services.runs.free_folder(objective)}
-    return DraftForm(services, objective, say, defaults=free)
-
-
-def _build_form(services: Services, draft: DraftForm, say: Say) -> None:
-    fields = draft.form.fields
+def _build_form(services: Services, draft: RecipeDraft, say: Say) -> None:
+    fields = draft.recipe_form.fields
     names = [*MAIN_FIELDS, *(REWARD_FIELDS if draft.name in REWARDED else ())]
     with card(say("stage.fields")):
         draft.build(fields[name] for name in names)
@@ -94,7 +88,7 @@ def newest_run(services: Services, objective: str) -> Run | None:
 class StartPanel:
     """Check and start of a draft: the command, the card, and what is wrong before it begins."""
 
-    def __init__(self, services: Services, draft: DraftForm, say: Say):
+    def __init__(self, services: Services, draft: RecipeDraft, say: Say):
         self.services = services
         self.draft = draft
         self.say = say
@@ -146,7 +140,7 @@ class StartPanel:
             self.said.set_text(wrong)
             return
         file = self.services.place.kept / "drafts" / f"{self.draft.name}.yaml"
-        replace_file(file, self.draft.form.yaml(self.draft.texts))
+        replace_file(file, self.draft.recipe_form.yaml(self.draft.texts))
         self.said.set_text(self.say("start.checking"))
         answer = await self.services.commands.run(
             ["train", self.services.place.name(file), "--check"]
@@ -154,9 +148,9 @@ class StartPanel:
         self.said.set_text(f"{answer.errors}\n{answer.output}".strip())
 
 
-def missing_data(services: Services, draft: DraftForm) -> str:
+def missing_data(services: Services, draft: RecipeDraft) -> str:
     """Return what is said of data that look like a file and are not there; empty if all are."""
-    recipe = draft.form.recipe(draft.texts)
+    recipe = draft.recipe_form.recipe(draft.texts)
     for source in recipe.sources[0] if isinstance(recipe.sources[0], list) else [recipe.sources[0]]:
         path = str(getattr(source, "path", source))
         is_file = path.endswith((".jsonl", ".json", ".csv", ".parquet", ".txt"))
@@ -169,7 +163,7 @@ def missing_data(services: Services, draft: DraftForm) -> str:
     return ""
 
 
-def start_run(services: Services, draft: DraftForm, card_name: str) -> None:
+def start_run(services: Services, draft: RecipeDraft, card_name: str) -> None:
     """Write the recipe of a draft into the folder of a new job, and queue the job.
 
     Raises:
@@ -177,7 +171,7 @@ def start_run(services: Services, draft: DraftForm, card_name: str) -> None:
     """
     texts = draft.texts
     output = texts.get("output_dir") or services.runs.free_folder(draft.name)
-    recipe = draft.form.recipe({**texts, "output_dir": output})
+    recipe = draft.recipe_form.recipe({**texts, "output_dir": output})
     if card_name not in services.cards():
         raise Faults({}, (f"card={card_name!r}: no such card",))
     folder = services.jobs.new_folder(draft.name)

@@ -1,0 +1,157 @@
+"""The newest job of a kind: its command, its state, its output, and what it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from nicegui import ui
+
+from chronicals.ui.command_forms import CommandForm
+from chronicals.ui.fields import FormField
+from chronicals.ui.form import DraftForm
+from chronicals.ui.frame import card, chip, command_line
+from chronicals.ui.jobs import Job, last_lines, shown
+from chronicals.ui.panels import SHOWN_LINES
+from chronicals.ui.recipes import Faults
+from chronicals.ui.services import Services
+from chronicals.ui.words import Say
+
+
+class CommandPanel:
+    """Form of a command, its start as a job, and its newest job.
+
+    Args:
+        services: of the server.
+        say: words of the page.
+        kind: of the job, and name of the draft.
+        form: of the command.
+        more: returns the flags that the form has no field for, and the job's output.
+        result: shows what is in the root's files, beside the job; called after each change.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        say: Say,
+        kind: str,
+        form: CommandForm,
+        more: Callable[[Mapping[str, str]], tuple[Sequence[str], str]],
+        result: Callable[[], None] | None = None,
+    ):
+        self.services = services
+        self.say = say
+        self.kind = kind
+        self.form = form
+        self.more = more
+        self.result = result
+        self.seen: Any = None
+
+    def build(self) -> None:
+        """Build the panel."""
+        self.draft = DraftForm(self.services, self.kind, lambda: self.form, self.say)
+        with card():
+            self.draft.build(self.form.fields.values())
+            self.command = command_line()
+            with ui.element("div").classes("row"):
+                cards = self.services.cards()
+                self.card = ui.select(cards, value=cards[0], label=self.say("start.card"))
+                self.card.props("outlined dense options-dense").classes("card-choice")
+                start = ui.button(self.say("start.start"), on_click=self.start)
+                start.props("unelevated no-caps").classes("primary")
+            self.said = ui.label().classes("warning pre").props('role="status"')
+        self.job = ui.element("div")
+        self.draft.changed.append(self._show_command)
+        self.draft.follow()
+        self.update()
+        ui.timer(1.0, self.update)
+
+    def _arguments(self) -> tuple[list[str], str]:
+        texts = self.draft.texts
+        more, output = self.more(texts)
+        return self.form.arguments(texts, more), output
+
+    def _show_command(self) -> None:
+        try:
+            self.command.set_text(shown(self._arguments()[0]))
+        except Faults:
+            self.command.set_text("")
+
+    def start(self) -> None:
+        """Put the command into the queue of its card."""
+        self.draft.strict = True
+        faults = self.draft.show_faults()
+        self.said.set_text("" if faults is None else str(faults))
+        if faults is not None:
+            return
+        arguments, output = self._arguments()
+        folder = self.services.jobs.new_folder(self.kind)
+        job = self.services.jobs.create(folder, self.kind, arguments, self.card.value, output)
+        self.services.queues.add(job)
+        self.update()
+
+    def newest(self) -> Job | None:
+        """Return the newest job of the kind."""
+        return next((job for job in self.services.jobs.all() if job.kind == self.kind), None)
+
+    def update(self) -> None:
+        """Show the job as it is now, and the result after a change."""
+        job = self.newest()
+        lines = [] if job is None else last_lines(job.log)[-SHOWN_LINES:]
+        seen = (job and job.name, job and job.state, lines)
+        if seen == self.seen:
+            return
+        self.seen = seen
+        self.job.clear()
+        if job is not None:
+            with self.job, card():
+                with ui.element("div").classes("run-head"):
+                    chip(job.state, self.say)
+                    command_line(job.shown)
+                    if job.is_alive or job.state == "waiting":
+                        stop = ui.button(self.say("run.stop"), on_click=job.stop)
+                        stop.props("flat no-caps dense").classes("stop")
+                if job.state == "failed":
+                    with ui.element("div").classes("failure").props('role="alert"'):
+                        ui.label(job.reason()).classes("pre")
+                if lines:
+                    ui.label("\n".join(lines)).classes("log").props('tabindex="0" role="log"')
+                    address = f"/file/log?job={quote(job.name)}"
+                    ui.link(self.say("run.whole"), address, new_tab=True)
+        if self.result is not None:
+            self.result()
+
+
+def fields_by_words(
+    say: Say, page: str, fields: Sequence[tuple[str, str, str, Sequence[str]]], required: str = ""
+) -> dict[str, FormField]:
+    """Return fields whose help is a text of the page.
+
+    Args:
+        say: words of the page.
+        page: its name, with which the names of the texts begin.
+        fields: of each the name, the kind, the default and the choices.
+        required: name of the one that must be given.
+    """
+    return {
+        name: FormField(
+            name,
+            "",
+            kind,  # type: ignore[arg-type]
+            say(f"{page}.{name}"),
+            default,
+            tuple(choices),
+            required=name == required,
+        )
+        for name, kind, default, choices in fields
+    }
+
+
+def free_name(services: Services, folder: str, ending: str) -> str:
+    """Return a path that no file and no job has: ``benchmarks/3.json``."""
+    taken = {job.output for job in services.jobs.all()}
+    number = 1
+    while (name := f"{folder}/{number}{ending}") in taken or (services.place.root / name).exists():
+        number += 1
+    return name
