@@ -74,4 +74,9 @@ def test_every_name_of_the_tables_is_known_and_sets_fields_that_exist():
         for value in [True, False, "unheard-of", *values]:
             answer = from_tables(name, value, "dpo")
             assert answer.kind != "not known" and (answer.fields or answer.reason), (name, value)
-            assert {one.partition(".")[0] for one in answer.fields} <= {*FIELDS, "dpo", "grpo", "rloo"}, name
+            assert {one.partition(".")[0] for one in answer.fields} <= {
+                *FIELDS,
+                "dpo",
+                "grpo",
+                "rloo",
+            }, name
