@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from scripted import tuner
@@ -176,6 +178,21 @@ def test_killed_at_random_moments_it_is_the_study_that_was_not_killed(tmp_path):
     folders = [path.name for path in (tmp_path / "killed" / "study" / "trials").iterdir()]
     assert sorted(folders) == [trial.name for trial in trials]
     assert State.RUNNING not in {trial.state for trial in trials}
+
+
+@pytest.mark.slow
+def test_a_report_that_nobody_has_judged_yet_is_judged_first(tmp_path):
+    """The tuner was killed between a report and what follows from it."""
+    tuned = tuner(tmp_path, trials=14, repeats=0)
+    trials = ended(tuned)
+    last = max(t.number for t in trials if t.state == State.PRUNED)
+    for trial in trials[last:]:
+        shutil.rmtree(tuned.study.folder_of(trial))
+    reported = replace(trials[last], state=State.RUNNING, reason="", ended=None)
+    tuned.study.add(reported)
+    again = ended(tuner(tmp_path, trials=14, repeats=0))
+    assert what_came(again) == what_came(trials)
+    assert not [*tuned.study.folder_of(reported).glob("run")]
 
 
 @pytest.mark.slow
