@@ -215,6 +215,7 @@ def test_all_trials_share_seed_and_held_out_rows(tmp_path):
     assert {one["validation_seed"] for one in read} == {7}
     assert {one["seed"] for one in read} == {7, 8}
     assert not any("tune" in one and one["tune"] for one in read)
+    assert all(trial.fields == trial.params for trial in tuned.study.trials())
     about = json.loads((tuned.study.folder / "study.json").read_text())
     assert about["space"]["learning_rate"] == [1e-5, 0.1, "log"]
 
