@@ -145,7 +145,7 @@ def what_came(trials):
     ]
 
 
-SHORT = {"trials": 12, "repeats": 1}
+SHORT = {"trials": 10, "repeats": 1}
 
 
 def run_to_its_end(folder):
@@ -162,7 +162,7 @@ def test_killed_at_random_moments_it_is_the_study_that_was_not_killed(tmp_path):
     while True:
         process = fork.Process(target=run_to_its_end, args=(tmp_path / "killed",))
         process.start()
-        process.join(rng.uniform(0.05, 0.6) if kills < 20 else 60)
+        process.join(rng.uniform(0.05, 0.4) if kills < 20 else 60)
         if process.exitcode is not None:
             break
         process.kill()
