@@ -375,14 +375,21 @@ def test_ten_thousand_points_of_four_runs_are_drawn_and_followed(opened, site):
         ]
         (folder / "metrics.jsonl").write_text("".join(lines))
     page = opened("/")
-    for box in page.get_by_role("checkbox").all():
-        if not box.is_checked():
-            box.click()
-            page.wait_for_timeout(400)
+    until(lambda: page.get_by_role("checkbox").count() == 4, 20)
+    for number in range(4):
+        row = page.locator(".run-row", has_text=f"long-{number}")
+        if not row.get_by_role("checkbox").is_checked():
+            row.get_by_role("checkbox").click()
+            until(row.get_by_role("checkbox").is_checked, 20)
     began = time.perf_counter()
-    page.reload()
+    page.goto(site.address("/doctor"))
+    page.wait_for_selector(".title")
+    empty = time.perf_counter() - began  # what a page without curves takes at this moment
+    began = time.perf_counter()
+    page.goto(site.address("/"))
     until(lambda: len(dict(charts_of(page)).get("loss", [])) == 8, 20)
-    assert time.perf_counter() - began < 2.5  # of which drawing is less than 1 s: see NOTES
+    drawn = time.perf_counter() - began
+    assert drawn < max(empty + 1, 3 * empty), (drawn, empty)
     with (site.root / "runs" / "long-0" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 10001, "loss": 1.5, "time": 10001}\n')
     until(lambda: any(one[-1][0] == 10_001 for one in dict(charts_of(page))["loss"]), 5)
