@@ -59,6 +59,7 @@ from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import LINEAR_SCALINGS, Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
+from chronicals.kernels.gguf_product import gguf_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.grouped_product import (
@@ -1050,14 +1051,26 @@ def products_of_few_tokens():
 
 
 def gguf_blocks():
-    """2^26 weights in the blocks of GGUF files."""
+    """2^26 weights in the blocks of GGUF files: dequantised, and inside a product of few rows
+    (``gguf_product``) beside the weight in 16 bits and dequantised first.
+    """
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    dense = random(8192, 8192, scale=0.02)
     for kind, (block, size) in GGUF_KINDS.items():
         packed = torch.randint(
             0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda"
         )
         call = partial(dequantize_gguf, packed, out, kind)
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
+        for rows in (1, 8, 64):
+            x = random(rows, 8192)
+            arms = {
+                "ours": partial(gguf_product, x, packed, 8192, kind),
+                "16 bit": partial(F.linear, x, dense),
+                "dequantised": lambda x=x, call=call: F.linear(x, call()),
+            }
+            name = f"gguf_product, {kind}, {rows} rows"
+            yield Row(name, arms, bytes=packed.nbytes + 4 * x.numel())
 
 
 def mxfp4():
