@@ -40,7 +40,7 @@ from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 from chronicals.kernels.expert_combine import expert_combine
-from chronicals.kernels.expert_dispatch import dispatch_to_experts
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
     Gate,
     expert_glu,
@@ -59,6 +59,7 @@ from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import LINEAR_SCALINGS, Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
+from chronicals.kernels.gguf_product import gguf_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.grouped_product import (
@@ -77,7 +78,8 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
-from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference
+from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
+from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference, nf4_products
 from chronicals.kernels.paged_attention import (
     SharedPages,
     paged_attention,
@@ -965,9 +967,14 @@ def in_turn(calls: list[Callable[[], object]]) -> None:
         call()
 
 
+SAME_INPUT = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))
+"""Weights of ``LAYER_OF_8B`` with one input: queries, keys and values; gate and up."""
+
+
 def products_of_few_rows():
-    """``nf4_product``: the products of a layer of an 8B for 1, 8 and 64 sequences, beside those of
-    its weights in 16 bits, which they must not be slower than, and with dequantised weights.
+    """``nf4_product``: the products of a layer of an 8B for 1, 8 and 64 sequences, those of one
+    input in one launch. They are beside those of its weights in 16 bits, which they must not be
+    slower than, beside each weight by itself, and with dequantised weights.
     """
     dense = [random(*shape, scale=0.02) for shape in LAYER_OF_8B]
     packed = list[tuple[Tensor, Scales, int]]()
@@ -983,17 +990,24 @@ def products_of_few_rows():
         count = outputs * x.shape[1]
         return x @ dequantize_4bit(codes, scales, room[:count].view(outputs, -1)).t()
 
+    merged = [torch.cat(dense[part]) for part in SAME_INPUT]
     for rows in (1, 8, 64):
         xs = [random(rows, weight.shape[1]) for weight in dense]
+        of_inputs = [xs[part.start] for part in SAME_INPUT]
         of_rows = sum(2 * rows * sum(weight.shape) for weight in dense)
         last = xs[1], *packed[1]
         exact = nf4_product_reference(torch.eye(4096, device="cuda").bfloat16(), *packed[1])
         exact = xs[1].double() @ exact.double()
+        together = [
+            partial(nf4_products, x, *zip(*packed[part])) for x, part in zip(of_inputs, SAME_INPUT)
+        ]
+        apart = [partial(nf4_product, x, *weight) for x, weight in zip(xs, packed)]
         yield Row(
             f"nf4_product, a layer of an 8B, {rows} rows",
             {
-                "ours": partial(in_turn, [partial(nf4_product, x, *w) for x, w in zip(xs, packed)]),
-                "16 bit": partial(in_turn, [partial(F.linear, *x) for x in zip(xs, dense)]),
+                "ours": partial(in_turn, together),
+                "each alone": partial(in_turn, apart),
+                "16 bit": partial(in_turn, [partial(F.linear, *x) for x in zip(of_inputs, merged)]),
                 "dequantised": partial(
                     in_turn, [partial(dequantised, x, *w) for x, w in zip(xs, packed)]
                 ),
@@ -1005,15 +1019,58 @@ def products_of_few_rows():
         )
 
 
+def products_of_few_tokens():
+    """``nf4_grouped_product``: gate and up of 128 experts, 8 of them a token, for 1, 8 and 64
+    tokens, beside the weights in 16 bits and with all experts dequantised first.
+    """
+    experts, each, outputs, columns = 128, 8, 1536, 2048
+    dense = random(experts, outputs, columns, scale=0.02)
+    codes, absmax = quantize_nf4(dense.view(-1, columns))
+    scales = quantize_scales(absmax)
+    room = torch.empty_like(dense)
+
+    def dequantised(x: Tensor, to: Dispatch) -> Tensor:
+        dequantize_4bit(codes, scales, room.view(-1, columns))
+        return grouped_product(x, room, to, True)
+
+    for tokens in (1, 8, 64):
+        chosen = torch.rand(tokens, experts, device="cuda").topk(each, 1).indices
+        to = dispatch_to_experts(chosen, experts)
+        x = random(tokens, columns)
+        visited = len(chosen.unique())
+        yield Row(
+            f"nf4_grouped_product, {tokens} tokens",
+            {
+                "ours": lambda x=x, to=to: nf4_grouped_product(x, codes, scales, to, outputs, True),
+                "16 bit": lambda x=x, to=to: grouped_product(x, dense, to, True),
+                "dequantised": lambda x=x, to=to: dequantised(x, to),
+            },
+            bytes=visited * (codes.nbytes + scales.absmax.nbytes) // experts
+            + 2 * tokens * (columns + each * outputs),
+        )
+
+
 def gguf_blocks():
-    """2^26 weights in the blocks of GGUF files."""
+    """2^26 weights in the blocks of GGUF files: dequantised, and inside a product of few rows
+    (``gguf_product``) beside the weight in 16 bits and dequantised first.
+    """
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    dense = random(8192, 8192, scale=0.02)
     for kind, (block, size) in GGUF_KINDS.items():
         packed = torch.randint(
             0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda"
         )
         call = partial(dequantize_gguf, packed, out, kind)
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
+        for rows in (1, 8, 64):
+            x = random(rows, 8192)
+            arms = {
+                "ours": partial(gguf_product, x, packed, 8192, kind),
+                "16 bit": partial(F.linear, x, dense),
+                "dequantised": lambda x=x, call=call: F.linear(x, call()),
+            }
+            name = f"gguf_product, {kind}, {rows} rows"
+            yield Row(name, arms, bytes=packed.nbytes + 4 * x.numel())
 
 
 def mxfp4():
@@ -1264,6 +1321,7 @@ GROUPS = {
     "fp8": fp8,
     "nf4": nf4,
     "nf4_product": products_of_few_rows,
+    "nf4_grouped_product": products_of_few_tokens,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,

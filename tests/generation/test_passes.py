@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 import families
 import mixtures
@@ -15,9 +16,10 @@ from chronicals.generation.schedule import EngineSettings, Prompt
 from chronicals.kernels import paged_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.layers import linear_adapters
+from chronicals.models import quantise_experts
 from chronicals.patching import patch_model, patch_parts
 from chronicals.patching.decoder_layer import runs
-from chronicals.quantization import Linear4bit, Packed, packed_layers
+from chronicals.quantization import Linear4bit, Packed, PackedStorage, packed_layers
 from interpreted import counted_launches, kernels_run, only_interpreted
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
@@ -255,6 +257,7 @@ def test_a_fused_product_is_dequantised_once_where_memory_is_spare(spare, record
     assert len(calls) == probed_and_copied / 2
 
 
+@only_interpreted
 @pytest.mark.slow
 def test_weights_of_one_input_are_one_launch_in_each_step():
     """Four products a layer: queries, keys and values; output; gate and up; down."""
@@ -268,6 +271,25 @@ def test_weights_of_one_input_are_one_launch_in_each_step():
             Engine(model).generate([Request([5, 6, 7], new)])
         counts.append(launches)
     assert (counts[1] - counts[0])["_nf4_product_kernel"] == 4 * len(model.model.layers)
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_few_tokens_reach_experts_in_four_bits_without_dequantising_them(must_not_call):
+    """In two launches a layer of two products, also with adapters on experts."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(
+        **{**families.SIZES, **sizes, "num_experts": 4, "num_experts_per_tok": 2}
+    )
+    model = varied(families.randomise(transformers.Qwen3MoeForCausalLM(config)).bfloat16())
+    assert quantise_experts(model) == len(model.model.layers)
+    patch_parts(model)
+    must_not_call(PackedStorage, "filled", "all experts are dequantised")
+    must_not_call(Packed, "dense", "all experts are dequantised")
+    with kernels_run(), counted_launches() as launches:
+        Engine(model).generate([Request([5, 6, 7], 3)])
+    products = launches["_nf4_grouped_kernel"]
+    assert products and products % (2 * len(model.model.layers)) == 0
 
 
 @pytest.mark.slow

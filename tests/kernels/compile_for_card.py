@@ -170,6 +170,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
+        "nf4_grouped_product": lambda: products_of_few_tokens(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
@@ -454,9 +455,13 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
+    from chronicals.kernels.gguf_product import gguf_product
+
     for kind, (block, size) in gguf_blocks.GGUF_KINDS.items():
         packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
         gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
+        for rows in (1, 64):
+            gguf_product(torch.zeros(rows, 512, dtype=HALF), packed, 256, kind)
 
 
 def values_of_mxfp4(mxfp4) -> None:
@@ -493,6 +498,26 @@ def products_of_few_rows(nf4) -> None:
                     for size in sizes
                 ]
                 nf4_products(x, parts, forms, sizes, block)
+
+
+def products_of_few_tokens(nf4) -> None:
+    """One token and many, with a bias and without, both forms of scales, small blocks and large."""
+    from chronicals.kernels.expert_dispatch import dispatch_to_experts
+    from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
+
+    experts = 8
+    for outputs, columns, block in ((1536, 2048, 64), (96, 896, 32), (64, 1024, 512)):
+        packed = torch.zeros(experts * outputs * columns // 2, dtype=torch.uint8)
+        absmax = torch.zeros(experts * outputs * columns // block)
+        nested = absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())
+        bias = torch.zeros(experts, outputs, dtype=HALF)
+        for tokens in (1, 64):
+            to = dispatch_to_experts(torch.zeros(tokens, 4, dtype=torch.int64), experts)
+            x = torch.zeros(tokens, columns, dtype=HALF)
+            sorted_x = torch.zeros(4 * tokens, columns, dtype=HALF)
+            for scales in (nf4.Scales(absmax), nf4.Scales(*nested)):
+                nf4_grouped_product(x, packed, scales, to, outputs, True, None, block)
+                nf4_grouped_product(sorted_x, packed, scales, to, outputs, False, bias, block)
 
 
 def main() -> None:

@@ -11,12 +11,14 @@ from torch import nn
 
 import families
 from chronicals import patch_model, unpatch_model
+from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.lora.model_methods import merge_adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.models import count_values, quantise_experts
 from chronicals.patching.experts import FUSED_EXPERTS
-from chronicals.quantization import Experts4bit
+from chronicals.quantization import Experts4bit, PackedStorage
+from interpreted import kernels_run
 
 SIZES = {
     "hidden_size": 64,
@@ -62,6 +64,43 @@ def quantised(name, parameters=None, **changes):
     ]:
         plain.set_submodule(path, module.plain())
     return model, plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters_on", [False, True], ids=["weights", "adapters"])
+def test_few_tokens_are_multiplied_without_the_dense_values(adapters_on, record_calls, device):
+    """As by the dense weights, with the gradient of all; beyond 64 tokens by dense values."""
+    model, plain = quantised("Qwen3Moe", ON_EXPERTS if adapters_on else None)
+    model.bfloat16().to(device), plain.bfloat16().to(device)
+    for one in (model, plain):
+        patch_model(one)
+    ours, dense = (one.model.layers[0].mlp.experts for one in (model, plain))
+    calls = record_calls(PackedStorage, "filled")
+    for tokens, few in ((9, True), (65, False)):
+        x = torch.randn(tokens, 64, device=device).bfloat16()
+        shares, chosen = torch.rand(tokens, 4, device=device).topk(2)
+        calls.clear()
+        with kernels_run():
+            with torch.no_grad():
+                got = ours(x, chosen, shares)
+            assert bool(calls) != few
+            leaves = [x.clone().requires_grad_() for _ in range(2)]
+            outs = [one(leaf, chosen, shares) for one, leaf in zip((ours, dense), leaves)]
+            assert torch.equal(outs[0], got)
+            dy = torch.randn_like(got)
+            gradients = [torch.autograd.grad(y, leaf, dy)[0] for y, leaf in zip(outs, leaves)]
+        for found, expected in (outs, gradients):
+            difference = (found.double() - expected.double()).norm()
+            assert difference <= 2**-6 * expected.double().norm()
+
+
+def test_experts_whose_layout_is_transposed_are_dequantised_first(device):
+    model, _ = quantised("GptOss")
+    stack = model.bfloat16().model.layers[0].mlp.experts.stack("gate_up_proj")
+    to = dispatch_to_experts(torch.zeros(2, 1, dtype=torch.int64, device=device), 4)
+    x = torch.zeros(2, 64, device=device).bfloat16()
+    with kernels_run():
+        assert stack.of_few_tokens(x, to, True, True, None) is None
 
 
 def loss_and_gradients(model):

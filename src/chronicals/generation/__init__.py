@@ -10,7 +10,8 @@ from chronicals.generation.answer import (
     prompt_ids,
 )
 from chronicals.generation.engine import Engine, free_memory, why_not_served
-from chronicals.generation.exact import NotExact, packed_log_probabilities, why_layers_not_exact
+from chronicals.generation.exact import packed_log_probabilities, why_layers_not_exact
+from chronicals.generation.exact_operations import NotExact
 from chronicals.generation.requests import Answer, Ending, Request
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings

@@ -22,7 +22,7 @@ from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.kinds.messages import Message
 from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.generation.engine import Engine, answer_keys, why_not_served
-from chronicals.generation.exact import NotExact
+from chronicals.generation.exact_operations import NotExact
 from chronicals.generation.requests import Answer, Ending, Request, new_tokens_within
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings

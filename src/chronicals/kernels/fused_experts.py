@@ -61,13 +61,30 @@ class InFP8(Protocol):
         """Return ``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of ``rows`` in the forward."""
 
 
+class PackedStack(Protocol):
+    """A frozen weight of all experts that is dequantised by a call, in forward and in backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        """Return the dense values."""
+
+    def of_few_tokens(
+        self, x: Tensor, to: Dispatch, of_tokens: bool, transposed: bool, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return ``x Wᵀ + bias``, ``[S, N]``, without the dense values; None if that needs them.
+
+        Only the rows decide. ``transposed`` says that the values are ``[E, K, N]``.
+        """
+
+
 class ExpertWeights(NamedTuple):
     """The weights of one of the two products, of all experts.
 
     Attributes:
         weight: ``[E, N, K]``, or ``[E, K, N]`` if ``transposed``. A frozen weight may instead be a
-            callable that returns it and has its shape and dtype; forward and backward call it, and
-            the memory can be freed in between.
+            ``PackedStack``.
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: scale s of the adapter.
@@ -142,12 +159,22 @@ def _through(
         adapted = LowRankTerm(thin, of.up)
     if of.in_fp8 is None:
         assert x.dense is not None
-        y = grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted)
-        return y, thin, None
+        return _product(x.dense, of, to, of_tokens, adapted), thin, None
     assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
     y = fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True)
     return y, thin, weight.scale
+
+
+def _product(
+    x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool, adapted: LowRankTerm | None
+) -> Tensor:
+    """Return ``x Wᵀ`` with adapter and bias, in 16 bit or more."""
+    if not isinstance(of.weight, Tensor):
+        y = of.weight.of_few_tokens(x, to, of_tokens, of.transposed, of.bias)
+        if y is not None:
+            return y if adapted is None else y.add_(grouped_product(*adapted, to))
+    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)
 
 
 def _back(

@@ -96,7 +96,7 @@ class FewRowsLaunch:
     splits: int
 
 
-def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
+def few_rows_launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     """Choose the launch from the shape and the card.
 
     Args:
@@ -112,9 +112,13 @@ def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     return FewRowsLaunch(max(LEAST_ROWS, next_power_of_2(rows)), next_power_of_2(splits + 1) // 2)
 
 
-def _rounds_pairs(x: Tensor) -> bool:
-    """Return whether the card rounds two fp32 to a pair of 16 bits: from Ampere (sm_80) on."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+def table_for(x: Tensor, code: str) -> str:
+    """Return PTX of the look-ups of values in the dtype of x; empty where they are in memory.
+
+    A card rounds two fp32 to a pair of 16 bits from Ampere (sm_80) on.
+    """
+    rounds_pairs = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return _table_code(code, x.dtype) if rounds_pairs else ""
 
 
 @cache
@@ -203,7 +207,7 @@ def _pairs_of(packed, absmax, TABLE: tl.constexpr):
 
 
 @triton.jit
-def _weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexpr):
+def weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexpr):
     """Return the weights ``[N, G, 2 B]`` of bytes ``[N, G, B]`` and scales ``[N, G]``."""
     if TABLE == "":
         codes = packed.to(tl.int32)
@@ -218,7 +222,7 @@ def _weight_of(packed, absmax, code_ptr, DTYPE: tl.constexpr, TABLE: tl.constexp
 
 
 @triton.jit
-def _scales_of(
+def scales_of(
     absmax_ptr,
     absmax2_ptr,
     code2_ptr,
@@ -332,7 +336,7 @@ def _nf4_product_kernel(
             mask=is_output[:, None] & (pair + byte < end)[None, :],
             other=0,
         )
-        absmax = _scales_of(
+        absmax = scales_of(
             absmax_ptr,
             second_ptr,
             code2_ptr,
@@ -348,7 +352,7 @@ def _nf4_product_kernel(
             other=0.0,
         )
         packed = tl.reshape(packed, (OUTPUTS, GROUPS, SIZE // 2))
-        weight = _weight_of(packed, absmax, code_ptr, x.dtype, TABLE)
+        weight = weight_of(packed, absmax, code_ptr, x.dtype, TABLE)
         weight = tl.reshape(weight, (OUTPUTS, COLUMNS))
         total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
@@ -368,6 +372,14 @@ def _sum_splits_kernel(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, ELEMENTS
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + split * count + at, mask=at < count, other=0.0)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def sum_splits(parts: Tensor, out: Tensor) -> None:
+    """Write the sums over splits, fp32 ``[splits, R, N]``, to ``out``, in one order."""
+    count = out.numel()
+    _sum_splits_kernel[(triton.cdiv(count, MERGED_AT_ONCE),)](
+        parts, out, count, len(parts), MERGED_AT_ONCE
+    )
 
 
 @operator("chronicals::nf4_product")
@@ -398,7 +410,7 @@ def _nf4_product(
     rows, columns = x.shape
     if not out.numel():
         return out
-    launch = _launch(x, out.shape[1])
+    launch = few_rows_launch(x, out.shape[1])
     parts = out
     if launch.splits > 1:
         parts = x.new_empty((launch.splits, *out.shape), dtype=torch.float32)
@@ -427,7 +439,7 @@ def _nf4_product(
         block2,
         bool(nested),
         multiplied_in(x.dtype),
-        _table_code(code, x.dtype) if _rounds_pairs(x) else "",
+        table_for(x, code),
         launch.rows,
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,
@@ -438,9 +450,7 @@ def _nf4_product(
         enable_fp_fusion=False,
     )
     if launch.splits > 1:
-        _sum_splits_kernel[(triton.cdiv(out.numel(), MERGED_AT_ONCE),)](
-            parts, out, out.numel(), launch.splits, MERGED_AT_ONCE
-        )
+        sum_splits(parts, out)
     return out
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.quantization.base import Operand, Storage
 from chronicals.quantization.dense import Dense
 
@@ -298,6 +299,22 @@ class PackedWeight(ABC):
             x: ``[..., K]``.
         """
         return F.linear(x, self.dense().to(x.dtype))
+
+    def product_of_experts(
+        self, x: Tensor, to: Dispatch, of_tokens: bool, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return the grouped product of the weights ``[E · n, K]`` of E experts, ``[S, n]``.
+
+        It is None for rows whose product reads the dense values; a format may multiply few rows
+        without them. There is no gradient.
+
+        Args:
+            x: ``[S, K]`` sorted by expert, or ``[T, K]`` if ``of_tokens``.
+            to: the dispatch of the rows.
+            of_tokens: gather the rows of x from tokens.
+            bias: ``[E, n]``.
+        """
+        return None
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch, by the definition of the format."""
