@@ -93,7 +93,12 @@ def main() -> None:
         for name, count in [*unknown.most_common(), *refusals.most_common(60)]:
             print(count, name)
     if given.output:
-        found = {"sources": given.source, **result, "of no tool": len(refused), "not known": dict(unknown)}
+        found = {
+            "sources": given.source,
+            **result,
+            "of no tool": len(refused),
+            "not known": dict(unknown),
+        }
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
