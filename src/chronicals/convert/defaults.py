@@ -88,11 +88,12 @@ def adapters_of(theirs: Theirs, rank: int | None) -> dict[str, Any]:
     if theirs.tool == LLAMA_FACTORY:
         return {"lora_rank": 8, "lora_alpha": 2 * (rank or 8), "lora_dropout": 0.0}
     if theirs.tool == TRL:
-        dropout = 0.0 if theirs.objective in (*PAIRS, "kto") else 0.05
-        return {
+        fields: dict[str, Any] = {
             "lora_rank": 16,
             "lora_alpha": 32,
-            "lora_dropout": dropout,
-            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_target_modules": ["q_proj", "v_proj"],  # of PEFT, for Llama, Qwen and Mistral
         }
+        if theirs.objective not in ROLLOUTS:
+            fields["lora_dropout"] = 0.0 if theirs.objective in (*PAIRS, "kto") else 0.05
+        return fields
     return {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0}

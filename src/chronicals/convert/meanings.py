@@ -499,6 +499,8 @@ def _dropout_off(value: Any, theirs: Theirs) -> Answer:
 
 
 def _dropout(value: Any, theirs: Theirs) -> Answer | None:
+    if theirs.objective in ROLLOUTS:
+        return not_needed("dropout is off where answers are drawn")
     trl_default = theirs.tool == TRL and theirs.objective in ("dpo", "ipo", "kto", "reward")
     if theirs.get("disable_dropout", default=trl_default):
         return mapped("disable_dropout turns it off", lora_dropout=0.0)
