@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from chronicals.ui.charts import TITLES, drawn, line_chart
 from chronicals.ui.form import RecipeDraft
 from chronicals.ui.frame import card, chip, command_line
 from chronicals.ui.jobs import Job, last_lines, shown
-from chronicals.ui.metrics import Metrics
+from chronicals.ui.metrics import Curve, Metrics
 from chronicals.ui.place import replace_file
 from chronicals.ui.recipes import Faults
 from chronicals.ui.runs import Run
@@ -234,10 +234,10 @@ class RunPanel:
             self._charts = {}
             with self.charts:
                 for name in names:
-                    self._charts[name] = chart_box(name, {run.name: metrics.curves[name]})
+                    self._charts[name] = chart_box(name, {run.name: metrics.curve(name)})
             return
         for name, chart in self._charts.items():
-            redraw(chart, line_chart(name, {run.name: metrics.curves.get(name, [])}))
+            redraw(chart, line_chart({run.name: metrics.curve(name)}))
 
     def _show_output(self, job: Job | None) -> None:
         if job is None:
@@ -253,11 +253,11 @@ class RunPanel:
                 ui.link(self.say("run.whole"), f"/file/log?job={quote(job.name)}", new_tab=True)
 
 
-def chart_box(metric: str, curves: dict[str, list]) -> ui.echart:
+def chart_box(metric: str, curves: Mapping[str, Curve]) -> ui.echart:
     """Build the chart of a metric, with its title."""
     with ui.element("figure").classes("chart"):
         ui.label(TITLES.get(metric, metric)).classes("chart-title")
-        return ui.echart(line_chart(metric, curves)).classes("chart-canvas")
+        return ui.echart(line_chart(curves)).classes("chart-canvas")
 
 
 def redraw(chart: ui.echart, options: dict[str, Any]) -> None:

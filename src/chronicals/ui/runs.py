@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -85,10 +86,17 @@ class Run:
         """Name of its objective; empty if its recipe cannot be read."""
         if self.job is not None and self.job.kind != "resume":
             return self.job.kind
+        file = self.folder / RESUME_FILE
         try:
-            return Recipe.read_yaml(self.folder / RESUME_FILE).get("objective", "sft")
-        except ConfigurationError:
+            return _objective_in(file, file.stat().st_mtime_ns)
+        except (ConfigurationError, OSError):
             return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _objective_in(file: Path, changed: int) -> str:
+    """Return the objective of a recipe as it was written at a time."""
+    return Recipe.read_yaml(file).get("objective", "sft")
 
 
 @dataclass(frozen=True)
