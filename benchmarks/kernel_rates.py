@@ -13,10 +13,12 @@ import importlib.util
 import json
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._functorch.config as donated
@@ -28,6 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from chronicals import kernels
+from chronicals.attention import PAGED_BACKENDS, attend_pages
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adamw_8bit import (
@@ -1084,16 +1087,19 @@ def mxfp4():
 
 
 def attention_over_pages():
-    """``paged_attention`` of a decoding step: 64 sequences of 4k keys, one of 32k, a window, and
-    latents; the pages of a sequence lie anywhere."""
-    for name, shape, sequences, length, window in (
-        ("64 x 4k", (32, 8, 128, 128), 64, 4096, None),
-        ("1 x 32k", (32, 8, 128, 128), 1, 32768, None),
-        ("64 x 4k, window 1k", (32, 8, 128, 128), 64, 4096, 1024),
-        ("64 x 4k latents", (128, 1, 576, 512), 64, 4096, None),
+    """``paged_attention`` of a decoding step: 64 sequences of 4k keys, one of 32k, a window, larger
+    pages, and latents; the pages of a sequence lie anywhere. Beside it the other backends of
+    attention over pages that run here.
+    """
+    for name, shape, sequences, length, window, size in (
+        ("64 x 4k", (32, 8, 128, 128), 64, 4096, None, 16),
+        ("1 x 32k", (32, 8, 128, 128), 1, 32768, None, 16),
+        ("64 x 4k, window 1k", (32, 8, 128, 128), 64, 4096, 1024, 16),
+        ("64 x 4k, pages of 128", (32, 8, 128, 128), 64, 4096, None, 128),
+        ("64 x 4k, pages of 256", (32, 8, 128, 128), 64, 4096, None, 256),
+        ("64 x 4k latents", (128, 1, 576, 512), 64, 4096, None, 16),
     ):
         heads, key_heads, width, value = shape
-        size = 16
         columns = length // size
         keys = random(sequences * columns, size, key_heads, width)
         latent = value < width
@@ -1112,13 +1118,36 @@ def attention_over_pages():
             relative(function(*few, **options), exact)
             for function in (paged_attention, paged_attention_reference)
         )
+        of_others = q, keys, values, table.int(), lengths.int()
         yield Row(
             f"paged_attention {name}",
-            {"ours": partial(paged_attention, *inputs, **options)},
+            {
+                "ours": partial(paged_attention, *inputs, **options),
+                **others_over_pages(*of_others, **options),
+            },
             bytes=2 * seen * (width if latent else width + value),
             error=pair_of_errors,
         )
     yield shared_prompts()
+
+
+def others_over_pages(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, **options: Any
+) -> dict[str, Callable[[], object]]:
+    """Return the calls of other backends by name; one that refuses or fails is named and left out."""
+    arms = dict[str, Callable[[], object]]()
+    expected = paged_attention(q, keys, values, table.long(), lengths.long(), **options)
+    for name in PAGED_BACKENDS:
+        call = partial(attend_pages, q, keys, values, table, lengths, **options, backend=name)
+        if name == "kernel":
+            continue
+        try:
+            torch.testing.assert_close(call(), expected, rtol=2**-6, atol=2**-6)
+        except Exception as error:  # whatever a package raises, the other rows are measured
+            print(f"attention over pages by {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            arms[name] = call
+    return arms
 
 
 def shared_prompts() -> Row:

@@ -442,13 +442,6 @@ def test_the_best_trial_changes_the_form(opened, site):
     page.get_by_role("button", name="Apply the best").click()
     page.wait_for_url("**/train/sft")
     until(lambda: field(page, "learning_rate").input_value() == "0.0002", 10)
-    best = "model: model\ndata: chats.jsonl\nlearning_rate: 0.003\ntune: {lora_rank: [1, 2]}\n"
-    (folder / "best.yaml").write_text(best)  # as the command writes it in the end
-    page.goto(site.address("/tuner"))
-    page.get_by_role("button", name="Apply the best").click()
-    page.wait_for_url("**/train/sft")
-    until(lambda: field(page, "learning_rate").input_value() == "0.003", 10)
-    assert "tune" not in read_record(site.root / ".chronicals-page" / "drafts" / "sft.json")
 
 
 def test_experts_are_followed_from_a_recorded_file(opened, site):

@@ -300,7 +300,9 @@ class Call:
         if self.settings.generation_exact:
             over = ExactPass(self._layers, self._latents, places, tables, lengths)
         else:
-            over = DecodePass(self._layers, self._latents, places, tables, lengths, slots.shared)
+            backend = self.settings.attention_backend
+            paged = self._layers, self._latents, places
+            over = DecodePass(*paged, tables, lengths, slots.shared, backend)
         states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)

@@ -47,6 +47,8 @@ class EngineSettings:
         use_cuda_graphs: replay decode steps on a card.
         generation_exact: give the same bits as ``packed_log_probabilities``; in 16 bits on a card,
             in fp32 on the CPU.
+        attention_backend: attention of decode steps, one of ``PAGED_BACKENDS``; by default the
+            fastest that was measured. With ``generation_exact`` its own attends.
     """
 
     cache_memory: int | None = None
@@ -56,6 +58,7 @@ class EngineSettings:
     steps_a_look: int | None = None
     use_cuda_graphs: bool = True
     generation_exact: bool = False
+    attention_backend: str | None = None
 
     def steps(self, as_graphs: bool) -> int:
         """Return the most steps between two looks of the host, eager ones or graphs."""

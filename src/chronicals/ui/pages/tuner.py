@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from nicegui import ui
 
-from chronicals.config import ConfigurationError, Recipe
 from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, chip, command_line, frame, heading
 from chronicals.ui.job_panel import free_name
@@ -21,12 +19,6 @@ from chronicals.ui.words import Say
 
 FIELDS = ("model", "data", "validation_data", "validation_split", "max_steps", "tune")
 """Fields of a recipe that a study needs; the others are those of its stage."""
-
-BEST = "best.yaml"
-"""File in a study's folder with the best settings in the recipe, which the command writes."""
-
-OF_THE_STUDY = ("tune", "output_dir")
-"""Fields of a study's recipe that are not those of a run with its best settings."""
 
 CHOICE = "tuner"
 """Draft with the stage that is tuned."""
@@ -103,7 +95,7 @@ class _TunerPanel:
         folder = jobs.new_folder("tune")
         recipe.to_yaml(folder / "recipe.yaml")
         name = self.services.place.name(folder / "recipe.yaml")
-        arguments = ["tune", name, f"--study={study}", f"--apply={study}/{BEST}"]
+        arguments = ["tune", name, f"--study={study}"]
         self.services.queues.add(jobs.create(folder, "tune", arguments, self.card.value, study))
         self.update()
 
@@ -144,7 +136,7 @@ class _TunerPanel:
                     text = self.say("tuner.best", number=best[0]["number"], value=best[0]["value"])
                     ui.label(text).classes("grow")
                     apply = ui.button(
-                        self.say("tuner.apply"), on_click=partial(self.apply, study, best[0])
+                        self.say("tuner.apply"), on_click=partial(self.apply, best[0]["fields"])
                     )
                     apply.props("outline no-caps dense")
             if rows:
@@ -156,20 +148,12 @@ class _TunerPanel:
                 with ui.element("div").classes("table-box"):
                     ui.table(columns=columns, rows=rows).props("flat dense").classes("table")
 
-    def apply(self, study: StudyFolder, best: dict[str, Any]) -> None:
-        """Lay the best settings over the draft: those that the command wrote, or a trial's.
-
-        Args:
-            study: a study that has ended has the recipe that ``chronicals tune --apply`` wrote.
-            best: the best trial so far, of a study that goes on.
-        """
+    def apply(self, values: dict[str, Any]) -> None:
+        """Lay the fields of a trial over the draft, without what was tuned."""
         form = self.draft.recipe_form
-        texts = {name: form.fields[name].text(value) for name, value in best["params"].items()}
-        with suppress(ConfigurationError, Faults):
-            texts = form.texts(Recipe.read_yaml(study.folder / BEST))
-        kept = {**self.draft.texts, **texts}
-        own = {name: text for name, text in kept.items() if name not in OF_THE_STUDY}
-        self.services.drafts.write(self.draft.name, own)
+        texts = {name: form.fields[name].text(value) for name, value in values.items()}
+        kept = {name: text for name, text in self.draft.texts.items() if name != "tune"}
+        self.services.drafts.write(self.draft.name, {**kept, **texts})
         ui.navigate.to(f"/train/{self.draft.name}")
 
 
