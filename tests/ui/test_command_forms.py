@@ -113,6 +113,9 @@ def test_studies_and_their_best_trials(place, tmp_path):
     (folder / "study.json").write_text(json.dumps(larger))
     assert study.best_first()[0]["number"] == 3
     assert trial_row(study.trials[4]) == {
-        **{"trial": "4 (= 1)", "values": "lora_rank=32", "state": "complete"},
-        **{"score": "0.5", "reason": ""},
+        "trial": "4 (= 1)",
+        "values": "lora_rank=32",
+        "state": "complete",
+        "score": "0.5",
+        "reason": "",
     }
