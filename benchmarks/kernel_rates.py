@@ -13,10 +13,12 @@ import importlib.util
 import json
 import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._functorch.config as donated
@@ -28,6 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from chronicals import kernels
+from chronicals.attention import PAGED_BACKENDS, attend_pages
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adamw_8bit import (
@@ -59,6 +62,7 @@ from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import LINEAR_SCALINGS, Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
+from chronicals.kernels.gguf_product import gguf_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.grouped_product import (
@@ -1050,14 +1054,26 @@ def products_of_few_tokens():
 
 
 def gguf_blocks():
-    """2^26 weights in the blocks of GGUF files."""
+    """2^26 weights in the blocks of GGUF files: dequantised, and inside a product of few rows
+    (``gguf_product``) beside the weight in 16 bits and dequantised first.
+    """
     out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    dense = random(8192, 8192, scale=0.02)
     for kind, (block, size) in GGUF_KINDS.items():
         packed = torch.randint(
             0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda"
         )
         call = partial(dequantize_gguf, packed, out, kind)
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
+        for rows in (1, 8, 64):
+            x = random(rows, 8192)
+            arms = {
+                "ours": partial(gguf_product, x, packed, 8192, kind),
+                "16 bit": partial(F.linear, x, dense),
+                "dequantised": lambda x=x, call=call: F.linear(x, call()),
+            }
+            name = f"gguf_product, {kind}, {rows} rows"
+            yield Row(name, arms, bytes=packed.nbytes + 4 * x.numel())
 
 
 def mxfp4():
@@ -1071,16 +1087,19 @@ def mxfp4():
 
 
 def attention_over_pages():
-    """``paged_attention`` of a decoding step: 64 sequences of 4k keys, one of 32k, a window, and
-    latents; the pages of a sequence lie anywhere."""
-    for name, shape, sequences, length, window in (
-        ("64 x 4k", (32, 8, 128, 128), 64, 4096, None),
-        ("1 x 32k", (32, 8, 128, 128), 1, 32768, None),
-        ("64 x 4k, window 1k", (32, 8, 128, 128), 64, 4096, 1024),
-        ("64 x 4k latents", (128, 1, 576, 512), 64, 4096, None),
+    """``paged_attention`` of a decoding step: 64 sequences of 4k keys, one of 32k, a window, larger
+    pages, and latents; the pages of a sequence lie anywhere. Beside it the other backends of
+    attention over pages that run here.
+    """
+    for name, shape, sequences, length, window, size in (
+        ("64 x 4k", (32, 8, 128, 128), 64, 4096, None, 16),
+        ("1 x 32k", (32, 8, 128, 128), 1, 32768, None, 16),
+        ("64 x 4k, window 1k", (32, 8, 128, 128), 64, 4096, 1024, 16),
+        ("64 x 4k, pages of 128", (32, 8, 128, 128), 64, 4096, None, 128),
+        ("64 x 4k, pages of 256", (32, 8, 128, 128), 64, 4096, None, 256),
+        ("64 x 4k latents", (128, 1, 576, 512), 64, 4096, None, 16),
     ):
         heads, key_heads, width, value = shape
-        size = 16
         columns = length // size
         keys = random(sequences * columns, size, key_heads, width)
         latent = value < width
@@ -1099,13 +1118,36 @@ def attention_over_pages():
             relative(function(*few, **options), exact)
             for function in (paged_attention, paged_attention_reference)
         )
+        of_others = q, keys, values, table.int(), lengths.int()
         yield Row(
             f"paged_attention {name}",
-            {"ours": partial(paged_attention, *inputs, **options)},
+            {
+                "ours": partial(paged_attention, *inputs, **options),
+                **others_over_pages(*of_others, **options),
+            },
             bytes=2 * seen * (width if latent else width + value),
             error=pair_of_errors,
         )
     yield shared_prompts()
+
+
+def others_over_pages(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, **options: Any
+) -> dict[str, Callable[[], object]]:
+    """Return the calls of other backends by name; one that refuses or fails is named and left out."""
+    arms = dict[str, Callable[[], object]]()
+    expected = paged_attention(q, keys, values, table.long(), lengths.long(), **options)
+    for name in PAGED_BACKENDS:
+        call = partial(attend_pages, q, keys, values, table, lengths, **options, backend=name)
+        if name == "kernel":
+            continue
+        try:
+            torch.testing.assert_close(call(), expected, rtol=2**-6, atol=2**-6)
+        except Exception as error:  # whatever a package raises, the other rows are measured
+            print(f"attention over pages by {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            arms[name] = call
+    return arms
 
 
 def shared_prompts() -> Row:

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "chronicals"
 
 FLOORS = [
     {"cli"},
-    {"ui", "tuning"},
+    {"ui", "tuning", "convert"},
     {"benchmark", "export", "verification", "planning"},
     {"training"},
     {"policies"},

@@ -171,6 +171,8 @@ ELSEWHERE = {
     "merge": "cli/test_app.py",
     "push": "export/test_hub.py, before a stand-in of the hub",
     "doctor": "test_first_hour.py",
+    "convert": "convert/test_conversion.py: it wants a file of another tool",
+    "tune": "tuning/test_tune_command.py: its trials are processes",
     "ui": "ui/test_browser.py: it serves until it is ended",
     "moe new": "cli/test_moe_commands.py: sizes of a real model",
     "moe trace": "cli/test_moe_commands.py",

@@ -107,7 +107,7 @@ def flash_attn_4_stand_in(let_return):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
 
-    let_return(flash_attn_4, _kernels=(forward, backward))
+    let_return(flash_attn_4, kernels_of=(forward, backward))
 
 
 def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earlier=()):
@@ -179,7 +179,7 @@ def test_shapes_for_tracing(flash_attn_4_stand_in):
 def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     from flash_attn.cute import interface
 
-    stand_ins = flash_attn_4._kernels(torch.device("cpu"))
+    stand_ins = flash_attn_4.kernels_of(torch.device("cpu"))
     for ours, theirs in zip(
         stand_ins, (interface._flash_attn_fwd, interface._flash_attn_bwd), strict=True
     ):

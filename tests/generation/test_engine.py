@@ -113,6 +113,16 @@ def test_a_packed_weight_is_dequantised_once_where_memory_is_spare(model, memory
     assert all(layer.dense_copy is None for layer in layers)
 
 
+def test_the_backend_of_attention_is_the_one_that_is_asked_for(model):
+    asked = [Request(prompts()[0], 3)]
+    usual = tokens(Engine(model).generate(asked))
+    assert (
+        tokens(Engine(model, EngineSettings(attention_backend="kernel")).generate(asked)) == usual
+    )
+    with pytest.raises(ValueError, match="backend='flash-attn-4' lacks device=cpu"):
+        Engine(model, EngineSettings(attention_backend="flash-attn-4")).generate(asked)
+
+
 def test_norms_of_dora_are_computed_once_for_all_steps(model, monkeypatch):
     """And again in the next call, for adapters that have been trained meanwhile."""
     model = apply_lora(copy.deepcopy(model), LoRAConfig(rank=4, dropout=0.0, use_dora=True))

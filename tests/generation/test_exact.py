@@ -45,9 +45,9 @@ def requests(lengths=LENGTHS):
 def packed(model, asked, answers):
     """Of the answers' tokens, by the packed forward pass."""
     texts = [torch.tensor([*r.prompt, *a.tokens]) for r, (a,) in zip(asked, answers)]
-    batch = families.hand_made_batch(texts)
+    batch = families.hand_made_batch(texts).to(model.device)
     with torch.no_grad():
-        chosen = packed_log_probabilities(model, batch)
+        chosen = packed_log_probabilities(model, batch).cpu()
     found = zip(chosen.split([len(text) for text in texts]), asked)
     return torch.cat([rows[len(r.prompt) - 1 : -1] for rows, r in found])
 
@@ -169,4 +169,4 @@ def test_in_bf16_kernels_give_the_same_bits(family, patched, device):
             fuse_weights(half)
         settings = EngineSettings(generation_exact=True, page_size=4, chunk_tokens=7, slots=2)
         answers = Engine(half, settings).generate(asked)
-        assert torch.equal(of_generation(answers), packed(half, asked, answers).cpu())
+        assert torch.equal(of_generation(answers), packed(half, asked, answers))

@@ -455,9 +455,13 @@ def units_in_eight_bits(inner: int, dense: bool) -> None:
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
+    from chronicals.kernels.gguf_product import gguf_product
+
     for kind, (block, size) in gguf_blocks.GGUF_KINDS.items():
         packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
         gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
+        for rows in (1, 64):
+            gguf_product(torch.zeros(rows, 512, dtype=HALF), packed, 256, kind)
 
 
 def values_of_mxfp4(mxfp4) -> None:

@@ -130,7 +130,7 @@ def test_rows_of_any_shape(device):
 def test_splits_give_the_same_bits_each_time(device):
     packed, scales = weight(64, 2048, device)
     x = torch.randn(4, 2048, device=device).bfloat16()
-    assert module._launch(x, 64).splits > 1
+    assert module.few_rows_launch(x, 64).splits > 1
     first = nf4_product(x, packed, scales, 64)
     assert all(torch.equal(nf4_product(x, packed, scales, 64), first) for _ in range(3))
 
@@ -141,7 +141,7 @@ def test_weights_of_one_input_are_side_by_side(sizes, nested, device):
     """Bit by bit as each alone, where the columns are not split."""
     packed, scales = zip(*(weight(size, 320, device, nested=nested) for size in sizes))
     x = torch.randn(5, 320, device=device).bfloat16()
-    assert module._launch(x, min(sizes)).splits == 1
+    assert module.few_rows_launch(x, min(sizes)).splits == 1
     alone = [nf4_product(x, *one) for one in zip(packed, scales, sizes)]
     assert torch.equal(nf4_products(x, packed, scales, sizes), torch.cat(alone, 1))
 
@@ -180,12 +180,12 @@ def test_what_the_kernel_takes(device):
 
 
 def test_a_launch_fits_the_shape():
-    one = module._launch(torch.zeros(1, 4096), 64)
+    one = module.few_rows_launch(torch.zeros(1, 4096), 64)
     assert (one.rows, one.splits) == (16, 8)
     # the sums of many rows would move more bytes than the codes
-    assert module._launch(torch.zeros(64, 4096), 64) == module.FewRowsLaunch(64, 4)
-    assert module._launch(torch.zeros(64, 4096), 4096).splits == 1
-    assert module._launch(torch.zeros(17, 64), 64) == module.FewRowsLaunch(32, 1)
+    assert module.few_rows_launch(torch.zeros(64, 4096), 64) == module.FewRowsLaunch(64, 4)
+    assert module.few_rows_launch(torch.zeros(64, 4096), 4096).splits == 1
+    assert module.few_rows_launch(torch.zeros(17, 64), 64) == module.FewRowsLaunch(32, 1)
 
 
 def test_sizes_that_do_not_fit(device):

@@ -705,3 +705,13 @@ def test_the_command(tmp_path):
     assert isinstance(wrong.exception, ConfigurationError) and "gpus='two': give numbers" in str(
         wrong.exception
     )
+
+
+def test_a_plan_counts_the_parameters_of_the_built_model(tmp_path):
+    """All of a model that was made for real, and of those the adapters' that are trained."""
+    model = tiny.llama()
+    own = sum(parameter.numel() for parameter in model.parameters())
+    apply_lora(model, LoRAConfig(rank=4, alpha=8))
+    planned = plan(model, runs.config(tmp_path, use_lora=True, lora_rank=4), 1, Machines())
+    adapters = planned.parameters["trained"]
+    assert planned.parameters["total"] == own + adapters and adapters == trained(model) > 0

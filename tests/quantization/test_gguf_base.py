@@ -49,8 +49,8 @@ def mixed(dtype, device):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_products_are_those_of_the_dequantised_weight(dtype, device):
-    """Bit by bit, also of layers of different kinds side by side, and of rows that reach into
-    the padding.
+    """Of more than few rows bit by bit, also of layers of different kinds side by side, and of rows
+    that reach into the padding.
     """
     for packed in (
         mixed(dtype, device),
@@ -62,12 +62,34 @@ def test_products_are_those_of_the_dequantised_weight(dtype, device):
             assert torch.equal(base.dense(), dense.dense()) and base.padded == dense.padded
             assert not base.trained and base.weight_gradient(Operand(None), Operand(None)) is None
             for reach in {0, columns}:
-                x = Operand(torch.randn(5, WIDTH + reach, device=device).to(dtype))
-                dy = Operand(torch.randn(5, base.outputs + reach, device=device).to(dtype))
+                x = Operand(torch.randn(70, WIDTH + reach, device=device).to(dtype))
+                dy = Operand(torch.randn(70, base.outputs + reach, device=device).to(dtype))
                 for buffer in (base.buffer, dense):
                     buffer.up.zero_(), buffer.down.zero_()
                 assert torch.equal(base.forward(x), dense.forward(x))
                 assert torch.equal(base.input_gradient(dy), dense.input_gradient(dy))
+
+
+@pytest.mark.slow
+def test_few_rows_are_multiplied_without_the_dense_values(record_calls, device):
+    """Of layers of different kinds side by side, and of a layer; other rows as before."""
+    packed = mixed(torch.bfloat16, device)
+    base = GGUF(packed)
+    dense = Dense.fused([part.dense() for part in packed])
+    layer = packed[0].layer()
+    calls = record_calls(Blocks, "into")
+    x = torch.randn(5, WIDTH, device=device).bfloat16()
+    with kernels_run(), torch.no_grad():
+        expected = dense.forward(Operand(x)).double()
+        for got in (base.forward(Operand(x)), layer(x)):
+            wanted = expected[:, : got.shape[1]]
+            assert (got.double() - wanted).norm() <= 2**-7 * wanted.norm()
+        assert not calls and packed[0].is_faster_dense(x)
+        assert packed[0].to(torch.float32).reads_dense(x) and not packed[0].reads_dense(x)
+        for other in (x.float(), x[:1].expand(65, -1)):
+            calls.clear()
+            layer(other)
+            assert calls
 
 
 @pytest.mark.parametrize(

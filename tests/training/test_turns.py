@@ -30,6 +30,9 @@ from tracked import Tracked
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TOKENS = 64
 TURNS = 500
+TABLE = 1024
+"""Bytes of the table of a step's gradients, which is cached (``tensor_lists``)."""
+
 ON_CARD = torch.cuda.is_available()
 SETTINGS = EngineSettings(page_size=16, slots=4)
 
@@ -240,4 +243,4 @@ def test_turns_on_a_card_take_no_more_than_the_larger_of_both(tmp_path, graphed)
     assert losses[True] == pytest.approx(losses[False], rel=2e-3)
     for alone, both in zip(zip(*reserved[False]), zip(*reserved[True])):
         assert max(both) <= 1.05 * max(max(alone), held + cache)
-        assert max(both[10:]) <= max(both[:10])
+        assert max(both[10:]) - max(both[:10]) <= 10 * TABLE

@@ -27,7 +27,7 @@ def tuner(folder: Path, tune: Any = None, fields: Any = (), **settings: Any) -> 
     return Tuner(
         recipe(folder, **dict(fields)),
         folder / "study",
+        {**(TUNE if tune is None else tune), **settings},
         program=PROGRAM,
         budget=lambda recipe: BUDGET,
-        **{**(TUNE if tune is None else tune), **settings},
     )

@@ -26,6 +26,14 @@ def loss_of(recipe: dict, packs: float) -> float:
     return 1.0 + distance**2 + 4 * decay**2 + 30.0 / packs + noise
 
 
+def step_of(recipe: dict, step: int) -> dict:
+    """Line of a step: fast with large batches, other losses in 8 bits, slow before step 10."""
+    loss = 2.0 / step * (1.05 if recipe.get("use_fp8") else 1.0)
+    norm = 1.0 / step * (1.3 if recipe.get("mixed_precision") == "fp16" else 1.0)
+    speed = 100.0 * recipe.get("batch_size", 2) if step > 10 else 1e6
+    return {"loss": loss, "grad_norm": norm, "tokens_per_second": speed}
+
+
 def main(folder: Path) -> None:
     recipe = yaml.safe_load((folder / "resume.yaml").read_text())
     (folder / "pid").write_text(str(os.getpid()))
@@ -44,14 +52,15 @@ def main(folder: Path) -> None:
     (folder / "checkpoints").mkdir(exist_ok=True)
     lines = []
     for step in range(1, steps + 1):
-        if step % every == 0 or step == steps:
+        lines.append({"step": step, **step_of(recipe, step)})
+        if recipe.get("validation_split") and (step % every == 0 or step == steps):
             line = {"step": step, "eval_loss": 100.0, "eval_perplexity": 2.0}
             lines.append({**line, "eval_cross_entropy": loss_of(recipe, step * batch)})
     path = folder / "metrics.jsonl"
     path.unlink(missing_ok=True)
     pause = float(os.environ.get("SCRIPTED_SECONDS", "0"))
     for line in lines:
-        time.sleep(pause)
+        time.sleep(pause if "eval_loss" in line else 0.0)
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
     (folder / "model").mkdir(exist_ok=True)

@@ -90,6 +90,18 @@ def test_the_next_values_depend_on_the_trials_alone():
     assert [t.params for t in searched(search(), planted, 12)] == [t.params for t in trials]
 
 
+def test_nothing_is_tried_twice():
+    asked = search(
+        tune={"batch_size": [1, 2, 4], "lora_rank": [1, 3, "linear"], "use_lora": [True, False]}
+    )
+    trials = []
+    while (params := asked.next_params(trials)) is not None:
+        assert params not in [trial.params for trial in trials]
+        trials.append(complete(len(trials), params, params["batch_size"]))
+    inside = [trial for trial in trials if asked.space.holds(trial.params)]
+    assert len(inside) == 18 and len(trials) == 19  # its own batch of 4 has a rank of 64
+
+
 def test_own_settings_outside_of_the_space_are_a_trial_all_the_same():
     asked = search(tune={"learning_rate": [1e-3, 1e-2, "log"]})
     trials = searched(asked, lambda params: abs(math.log10(params["learning_rate"]) + 2.5), 12)
@@ -180,7 +192,7 @@ def test_a_choice_may_be_of_lists_and_of_nothing():
     tune = {"lora_target_modules": [["q_proj"], ["q_proj", "v_proj"], None]}
     recipe = Recipe(model="m", data="d", use_lora=True)
     asked = Search(Space.of(tune, recipe, "loss"), StudySettings(), 42, 1)
-    trials = searched(asked, lambda params: len(params["lora_target_modules"] or ()), 20)
+    trials = searched(asked, lambda params: len(params["lora_target_modules"] or ()), 3)
     assert {str(t.params["lora_target_modules"]) for t in trials} == {
         "['q_proj']",
         "['q_proj', 'v_proj']",

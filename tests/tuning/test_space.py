@@ -7,8 +7,9 @@ from scripted import recipe, tuner
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.tuning import fields
+from chronicals.tuning.fields import SPEED
 from chronicals.tuning.settings import divided
-from chronicals.tuning.space import SPEED, Choice, Interval, Space
+from chronicals.tuning.space import Choice, Interval, Space
 
 
 def space(tmp_path, metric="loss", tuned=None, **own):
@@ -85,12 +86,29 @@ def test_every_field_has_one_effect():
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_seq_length", "dpo.beta"])
 def test_what_is_trained_is_not_tuned_by_speed(name):
-    assert "tune it by a held-out score" in (fields.why_not_by_speed(name) or "")
+    assert "tune it by a held-out score" in (fields.why_not_compared(name, "sft", SPEED) or "")
 
 
 @pytest.mark.parametrize("name", ["memory", "batch_size", "use_fp8", "logits_chunk_size"])
 def test_memory_and_rounding_are_tuned_by_speed(name):
-    assert fields.why_not_by_speed(name) is None
+    assert fields.why_not_compared(name, "sft", SPEED) is None
+
+
+@pytest.mark.parametrize(
+    "objective, metric, compared",
+    [
+        ("sft", "loss", True),
+        ("distill", "loss", True),
+        ("grpo", "loss", True),
+        ("dpo", "loss", False),
+        ("kto", "loss", False),
+        ("dpo", "rewards/accuracies", True),
+    ],
+)
+def test_a_loss_is_never_compared_with_the_weights_that_are_tuned(objective, metric, compared):
+    reason = fields.why_not_compared(f"{objective}.beta", objective, metric)
+    assert (reason is None) is compared
+    assert (fields.why_not_compared("router.balance", objective, metric) is None) is compared
 
 
 def test_texts_of_yaml_are_numbers(tmp_path):
@@ -113,7 +131,7 @@ def test_alpha_keeps_the_ratio_of_the_recipe(tmp_path):
 
 def test_settings_of_the_objective_have_its_name_before_them(tmp_path):
     own = {"objective": "dpo", "dpo": {"reference_model": "r"}}
-    found = space(tmp_path, tuned={"dpo.beta": [0.01, 0.5, "log"]}, **own)
+    found = space(tmp_path, "rewards/accuracies", {"dpo.beta": [0.01, 0.5, "log"]}, **own)
     assert found.own() == {"dpo.beta": 0.1}
     assert found.recipe_of({"dpo.beta": 0.2}).sections == {
         "dpo": {"reference_model": "r", "beta": 0.2}

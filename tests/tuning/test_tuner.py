@@ -9,7 +9,7 @@ import time
 import pytest
 from scripted import tuner
 
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
 from chronicals.tuning import StudyFailed
 from chronicals.tuning.trial import State
 
@@ -200,3 +200,92 @@ def test_all_trials_share_seed_and_held_out_rows(tmp_path):
     assert not any("tune" in one and one["tune"] for one in read)
     about = json.loads((tuned.study.folder / "study.json").read_text())
     assert about["space"]["learning_rate"] == [1e-5, 0.1, "log"]
+
+
+@pytest.mark.slow
+def test_the_fastest_settings_compute_the_same_steps(tmp_path):
+    tune = {"batch_size": [1, 2, 4], "use_fp8": [True, False], "metric": "tokens_per_second"}
+    own = {"batch_size": 2, "use_fp8": False, "validation_split": 0.0}
+    tuned = tuner(tmp_path, tune, own, trials=10)
+    trials = ended(tuned)
+    assert len(trials) == 6  # all combinations
+    for trial in trials:
+        if trial.params["use_fp8"]:
+            assert trial.state == State.REFUSED and "its loss deviates by 5.0%" in trial.reason
+        else:
+            assert trial.value == 100.0 * trial.params["batch_size"]
+    assert {trial.repeats for trial in trials} == {None}
+    results = tuned.results()
+    assert results.is_better and results.best[0].trial.params["batch_size"] == 4
+    said = tuned.apply(tmp_path / "recipe.yaml")
+    assert "batch_size=4" in said and "gradient_accumulation_steps=1" in said
+
+
+@pytest.mark.slow
+def test_a_run_with_a_constant_rate_is_given_up_as_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCRIPTED_SECONDS", "0.02")
+    own = {"lr_scheduler": "wsd", "learning_rate": 1e-3}
+    tuned = tuner(tmp_path, fields=own, trials=14, repeats=0)
+    trials = ended(tuned)
+    pruned = [trial for trial in trials if trial.state == State.PRUNED]
+    assert pruned
+    for trial in pruned:
+        folder = tuned.study.folder_of(trial)
+        assert [path.name for path in folder.iterdir() if path.is_dir()] == ["run"]
+        assert not runs_alive(folder) and max(trial.reports) < 8
+    best = min(trial.value for trial in trials if trial.value is not None)
+    assert min(min(trial.reports.values()) for trial in pruned) > best
+
+
+@pytest.mark.slow
+def test_what_the_plan_drops_is_not_run(tmp_path, monkeypatch):
+    def too_large(recipe):
+        return "it would hold 99 GiB" if recipe.weight_decay > 0.25 else None
+
+    monkeypatch.setattr("chronicals.tuning.execution.why_too_large", too_large)
+    tuned = tuner(tmp_path, trials=6, repeats=0)
+    trials = ended(tuned)
+    dropped = [trial for trial in trials if trial.params["weight_decay"] > 0.25]
+    assert dropped and {trial.state for trial in dropped} == {State.TOO_LARGE}
+    assert not any([*tuned.study.folder_of(trial).glob("run")] for trial in dropped)
+    assert len(trials) - len(dropped) == 6  # they do not count
+
+
+@pytest.mark.slow
+def test_a_space_in_which_nothing_fits_comes_to_an_end(tmp_path, monkeypatch):
+    def too_large(recipe):
+        return None if recipe.weight_decay == 0.0 else "it would hold 99 GiB"
+
+    monkeypatch.setattr("chronicals.tuning.execution.why_too_large", too_large)
+    trials = ended(tuner(tmp_path, trials=4, repeats=0))
+    assert [trial.state for trial in trials] == [State.COMPLETE, *[State.TOO_LARGE] * 4]
+
+
+@pytest.mark.slow
+def test_the_best_settings_are_written_into_the_recipe(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    text = "model: m\ndata: d\nvalidation_split: 0.1\nseed: 42  # mine\n"
+    file.write_text(text)
+    tuned = tuner(tmp_path, trials=10, repeats=1)
+    ended(tuned)
+    said = tuned.apply(file)
+    best = tuned.results().best[0]
+    assert said.startswith(f"written to {file}: learning_rate=")
+    lines = file.read_text().removeprefix(text).splitlines()
+    assert len(lines) == 4 and lines[0] == lines[2]
+    number, own = best.trial.number, tuned.results().own
+    assert lines[0] == f"# tuned: study study, trial {number}, loss {best} (before: {own})"
+    written = Recipe.from_yaml(file)
+    assert {name: getattr(written, name) for name in best.trial.params} == best.trial.params
+    assert written.explicit == {"model", "data", "validation_split", "seed", *best.trial.params}
+
+
+@pytest.mark.slow
+def test_settings_that_are_no_better_are_not_written(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: m\ndata: d\nvalidation_split: 0.1\n")
+    before = file.read_text()
+    tuned = tuner(tmp_path, fields={"learning_rate": 1e-3, "weight_decay": 0.1}, trials=3)
+    ended(tuned)
+    assert tuned.apply(file).startswith("nothing is written: ")
+    assert file.read_text() == before

@@ -16,6 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from chronicals.cli.benchmark import benchmark_command
+from chronicals.cli.convert import convert_command
 from chronicals.cli.data import data_commands
 from chronicals.cli.doctor import doctor_command
 from chronicals.cli.evaluate import evaluate_command
@@ -126,6 +127,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "benchmark": benchmark_command,
     "plan": plan_command,
     "tune": tune_command,
+    "convert": convert_command,
     "verify": verify_command,
     "doctor": doctor_command,
     "ui": ui_command,

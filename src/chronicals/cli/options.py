@@ -245,8 +245,12 @@ def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
     )
 
 
-def make_room_for(output: Path | None) -> None:
+def make_room_for(output: Path | None, option: str = "output") -> None:
     """Create the folder of an output file, and check before the work that it can be written.
+
+    Args:
+        output: the file; None for none.
+        option: that names it, for the message.
 
     Raises:
         ConfigurationError: it cannot.
@@ -257,7 +261,7 @@ def make_room_for(output: Path | None) -> None:
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         reason = "is a folder" if output.is_dir() else "may not be written"
         raise ConfigurationError(
-            f"output={str(output)!r}: {reason}; name a file that can be written"
+            f"{option}={str(output)!r}: {reason}; name a file that can be written"
         )
 
 

@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import PRESET_HELP, with_known_names, with_recipe_flags
+from chronicals.cli.options import (
+    PRESET_HELP,
+    make_room_for,
+    with_known_names,
+    with_recipe_flags,
+)
+from chronicals.cli.wording import in_users_form
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from chronicals.tuning import Event, Tuner
+    from chronicals.tuning import Tuner
 
 LOOK_SECONDS = 0.2
 """Seconds between two looks at the tuner's events."""
@@ -39,6 +45,14 @@ def tune_command(
         Path | None,
         typer.Option(help="Folder of the study, which goes on if it is there [OUTPUT_DIR-study]"),
     ] = None,
+    apply: Annotated[
+        Path | None,
+        typer.Option(help="Recipe into which the best settings are written, if they are better"),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="New file into which the trials are written for optuna-dashboard"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     **flags: Any,
 ) -> None:
@@ -46,20 +60,33 @@ def tune_command(
 
     `chronicals tune recipe.yaml` takes what `train` takes, with something held out, and a block
     `tune: {learning_rate: [1e-5, 1e-3, log], lora_rank: [8, 16, 64]}`. Each trial is a run of its
-    own. The study is a folder: the same command goes on with it, however it ended.
+    own; the first has your own settings. The study is a folder: the same command goes on with it,
+    however it ended.
     """
     from chronicals.config import Recipe
     from chronicals.tuning import Tuner
 
+    make_room_for(apply, "apply")
+    make_room_for(export, "export")
     given = with_known_names(Recipe.given(preset, recipe, **flags))
     asked = {"trials": trials, "metric": metric}
     tune = {name: value for name, value in asked.items() if value is not None}
-    tuner = Tuner(given, study, **tune)
+    tuner = Tuner(given, study, tune)
 
     from rich.console import Console
+    from rich.markup import escape
+
+    from chronicals.tuning.report import REPORT_FILE
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     _follow(tuner, console)
+    _show_results(tuner, console)
+    console.print(f"[bold]report[/] {escape(str(tuner.study.folder / REPORT_FILE))}")
+    if export is not None:
+        count = tuner.export(export)
+        console.print(f"{count} trials: optuna-dashboard {export}", markup=False)
+    if apply is not None:
+        console.print(tuner.apply(apply), markup=False)
 
 
 def _follow(tuner: Tuner, console: Console) -> None:
@@ -73,8 +100,7 @@ def _follow(tuner: Tuner, console: Console) -> None:
     tuner.start()
     try:
         while tuner.is_running():
-            for event in tuner.poll():
-                _show(event, console)
+            _show_events(tuner, console)
             time.sleep(LOOK_SECONDS)
     except KeyboardInterrupt:
         console.print("stopping: the trial finishes its step and saves")
@@ -82,14 +108,34 @@ def _follow(tuner: Tuner, console: Console) -> None:
         raise Interrupted(
             f"stopped; the same command goes on with the study in {tuner.study.folder}"
         ) from None
-    for event in tuner.poll():
-        _show(event, console)
+    _show_events(tuner, console)
     if tuner.error is not None:
         raise tuner.error
 
 
-def _show(event: Event, console: Console) -> None:
-    from rich.markup import escape
+def _show_events(tuner: Tuner, console: Console) -> None:
+    for event in tuner.poll():
+        if event.kind != "status":
+            console.print(in_users_form(event.text), markup=False)
 
-    if event.kind == "trial":
-        console.print(escape(event.text))
+
+def _show_results(tuner: Tuner, console: Console) -> None:
+    """Print the best trials beside the user's own settings, and whether they differ."""
+    from rich import box
+    from rich.table import Table
+
+    from chronicals.tuning.report import shown
+
+    results = tuner.results()
+    if results is None:
+        return
+    table = Table("trial", tuner.settings.metric, *tuner.space.dimensions, box=box.SIMPLE)
+    rows = {result.trial.number: result for result in (*results.best, results.own)}
+    for number, result in rows.items():
+        name = f"{number} (yours)" if number == 0 else str(number)
+        values = [shown(value) for value in result.trial.params.values()]
+        table.add_row(name, str(result), *values)
+    console.print(table)
+    reason = results.why_no_different()
+    first = results.best[0]
+    console.print(reason or f"trial {first.trial.number} is better than your own settings")

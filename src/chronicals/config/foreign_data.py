@@ -57,6 +57,7 @@ _NOT_NEEDED = {
     "hub data are read at their newest revision": "revision",
     "code of data sets is not run": "trust_remote_code",
     "the column name decides it": "subset_column",
+    "scores of steps are not part of this version": "step_separator train_on_last_step_only",
 }
 NOT_NEEDED = {name: reason for reason, names in _NOT_NEEDED.items() for name in names.split()}
 """Fields that are not needed here, and why."""

@@ -317,7 +317,11 @@ _BY_REASON: dict[str, str] = {
         "eval_max_new_tokens eval_delay eval_on_start"
     ),
     "evaluate and generate are commands of their own": (
-        "do_eval do_predict generate_samples num_generation_samples"
+        "do_eval do_predict generate_samples num_generation_samples sample_backend"
+    ),
+    "merge and export are commands of their own": (
+        "export_device export_legacy_format export_hf_on_finish export_quantization_bit "
+        "export_quantization_dataset"
     ),
     "the best is that of the lowest held-out loss": ("metric_for_best_model greater_is_better"),
     "held-out rows are packed as the others": (
@@ -334,7 +338,9 @@ _BY_REASON: dict[str, str] = {
         "padding_free pad_to_sequence_len pad_to_multiple_of batch_flattening length_column_name "
         "sample_packing_group_size sample_packing_bin_size sample_packing_sequentially "
         "multipack_real_batches "
-        "batching_strategy block_diag_attn curriculum_sampling train_sampling_strategy pad_token_id"
+        "batching_strategy block_diag_attn curriculum_sampling train_sampling_strategy pad_token_id "
+        "max_packed_sequence_len sample_packing_eff_est sample_packing_seq_len_multiplier "
+        "total_num_tokens pretrain_multipack_attn use_packed_sequences"
     ),
     "data are read as they come and tokens are kept in files": (
         "streaming dataset_streaming buffer_size overwrite_cache preprocessing_batch_size "
@@ -362,7 +368,7 @@ _BY_REASON: dict[str, str] = {
         "special_tokens tokens added_tokens_overrides add_tokens add_special_tokens pad_token "
         "bos_token "
         "mean_resizing_embeddings shrink_embeddings new_special_tokens_config init_special_tokens "
-        "fix_untrained_tokens split_special_tokens"
+        "fix_untrained_tokens split_special_tokens resize_token_embeddings_to_32x"
     ),
     "the class of model and tokenizer is read from their files": (
         "model_type tokenizer_type tokenizer_config base_model_config cls_model_config "
@@ -379,7 +385,8 @@ _BY_REASON: dict[str, str] = {
         "reinit_weights "
         "low_cpu_mem_usage device_map device max_memory gpu_memory_limit use_cache use_kv_cache "
         "shift_attn "
-        "s2_attention experimental_skip_move_to_device offload_folder train_from_scratch"
+        "s2_attention experimental_skip_move_to_device offload_folder train_from_scratch "
+        "base_model_ignore_patterns"
     ),
     "name a folder of another revision as model": (
         "model_revision revision revision_of_model hub_revision"
@@ -400,7 +407,8 @@ _BY_REASON: dict[str, str] = {
         "experts_implementation "
         "flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_rms_norm flash_optimum "
         "fused_attn_kernel "
-        "use_scattermoe use_sonicmoe kernel_config use_v1_kernels"
+        "use_scattermoe use_sonicmoe kernel_config use_v1_kernels dsv4_fp4_grouped_mode "
+        "use_dsv4_kernels use_glm_dsa_kernels gptq_disable_exllama"
     ),
     "there are no plugins": ("plugins strict debug"),
     "compilation has no settings": (
@@ -432,14 +440,16 @@ _BY_REASON: dict[str, str] = {
         "monteclora_config runtime_config kasa_config peft_version base_model_name_or_path "
         "exclude_modules layer_replication peft_layer_replication use_qalora use_bdlora lora_bias "
         "eva_config "
-        "corda_config arrow_config relora use_llama_pro oft_rank oft_block_size oft_target "
+        "corda_config arrow_config relora use_llama_pro relora_prune_ratio relora_cpu_offload "
+        "oft_rank oft_block_size oft_target "
         "module_dropout"
     ),
     "training some weights alone is not part of this version; lora_layers and "
     "lora_modules_to_save choose": (
         "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
         "freeze_extra_modules lisa_n_layers "
-        "use_badam"
+        "use_badam badam_mode badam_switch_mode badam_switch_interval badam_verbose "
+        "lisa_step_interval lisa_layers_attribute"
     ),
     "what reads no text is frozen": (
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model freeze_mm_modules "
@@ -453,7 +463,8 @@ _BY_REASON: dict[str, str] = {
         "use_adam_mini use_muon "
         "galore_rank galore_target apollo_rank embedding_lr embedding_lr_scale lr_groups "
         "lr_quadratic_warmup "
-        "cosine_constant_lr_ratio lr_div_factor torchdistx_path"
+        "cosine_constant_lr_ratio lr_div_factor torchdistx_path galore_layerwise galore_scale "
+        "apollo_layerwise apollo_target apollo_scale apollo_scale_type optim_config"
     ),
     "losses are divided by the trained tokens of all processes": (
         "average_tokens_across_devices num_items_in_batch"
@@ -488,7 +499,10 @@ _BY_REASON: dict[str, str] = {
         "trackio_bucket_id trackio_static_space_id "
         "use_comet use_swanlab use_trackio swanlab_project swanlab_run_name trackio_space_id "
         "trackio_project_name "
-        "trackio_run_name comet_project_name"
+        "trackio_run_name comet_project_name swanlab_experiment_name swanlab_description "
+        "swanlab_mode swanlab_log_completions swanlab_completion_log_interval "
+        "swanlab_completion_max_buffer swanlab_workspace swanlab_log_model use_otel_metrics "
+        "otel_metrics_host otel_metrics_port"
     ),
     "runs of one seed take the same data in the same order": ("full_determinism"),
     "the device is chosen": ("use_cpu no_cuda use_mps_device"),
@@ -511,7 +525,10 @@ _BY_REASON: dict[str, str] = {
         "main_training_function downcast_bf16 main_process_ip main_process_port "
         "expert_parallel_size "
         "tensor_model_parallel_size pipeline_model_parallel_size use_distributed_optimizer "
-        "use_megatron_bridge use_mca"
+        "use_megatron_bridge use_mca expert_model_parallel_size "
+        "overlap_param_gather overlap_grad_reduce bias_activation_fusion apply_rope_fusion moe_grouped_gemm "
+        "moe_token_dispatcher_type recompute_granularity init_config cp_mode "
+        "expert_parallel_num_nvl_bytes expert_parallel_token_capacity"
     ),
     "it is not part of this version": (
         "use_pose scaling_softmax use_onebitllms gptq_groupsize gptq_model_v1 dynamic_checkpoint "
@@ -524,7 +541,10 @@ _BY_REASON: dict[str, str] = {
         "ppo_target vllm trl ebft "
         "use_dft_loss use_asft_loss "
         "use_eaft_loss "
-        "mixture_of_depths use_kt diffusion"
+        "mixture_of_depths use_kt diffusion asft_alpha eaft_alpha eaft_k kt_config "
+        "kt_cpu_activation kt_weight_path kt_non_expert_weight_path nvfp4_merge_aware llmcompressor "
+        "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps min_sample_len "
+        "reward_model_path missing_eos_penalty"
     ),
     "thinking is part of the answers, as rows and template have it": (
         "enable_thinking preserve_thinking tool_format default_system default_system_message "

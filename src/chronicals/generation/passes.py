@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.attention import document_attention
+from chronicals.attention import attend_pages, document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
-from chronicals.kernels.paged_attention import SharedPages, paged_attention
+from chronicals.kernels.paged_attention import SharedPages
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
 
@@ -305,17 +305,19 @@ class DecodePass(PagedPass):
         tables: int64 ``[N, L]``, the block table in the layers of each window, as ``places``.
         lengths: int64 ``[N]``, keys of each sequence, the new one included.
         shared: which sequences share the pages of a prompt.
+        backend: that of attention, one of ``PAGED_BACKENDS``; None to choose.
     """
 
     tables: Mapping[int | None, Tensor]
     lengths: Tensor
     shared: SharedPages | None = None
+    backend: str | None = None
 
     def over(
         self, pages: LayerPages, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Return the attention of each token to its sequence."""
-        return paged_attention(
+        return attend_pages(
             q_THD,
             pages.keys,
             pages.values,
@@ -326,6 +328,7 @@ class DecodePass(PagedPass):
             window=scores.window,
             softcap=scores.softcap,
             shared=self.shared,
+            backend=self.backend,
         )
 
 

@@ -110,20 +110,17 @@ def _signed(code):
 
 
 @triton.jit
-def _dequantize_gguf_kernel(
-    packed_ptr,
-    out_ptr,
-    groups,
-    groups_a_row,
-    stride,
-    KIND: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Dequantise ``GROUPS`` groups of ``SIZE`` elements; ``KIND`` is the position in ``GGUF_KINDS``."""
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+def gguf_values(packed_ptr, group, valid, KIND: tl.constexpr, SIZE: tl.constexpr):
+    """Return the values of groups, fp32 ``[groups, SIZE]``.
+
+    Args:
+        packed_ptr: the blocks.
+        group: positions of the groups, ``[groups]``.
+        valid: which of them exist, ``[groups]``.
+        KIND: the position in ``GGUF_KINDS``.
+        SIZE: elements of a group.
+    """
     element = tl.arange(0, SIZE)[None, :]
-    valid = group < groups
     mask = valid[:, None]
     if KIND == 0:
         at = packed_ptr + group.to(tl.int64) * 34
@@ -173,9 +170,28 @@ def _dequantize_gguf_kernel(
             tl.float32
         )
         values = scale[:, None] * ((low | (high << 4)) - 32).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _dequantize_gguf_kernel(
+    packed_ptr,
+    out_ptr,
+    groups,
+    groups_a_row,
+    stride,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Dequantise ``GROUPS`` groups of ``SIZE`` elements; ``KIND`` is the position in ``GGUF_KINDS``."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    valid = group < groups
+    values = gguf_values(packed_ptr, group, valid, KIND, SIZE)
     row = group // groups_a_row
     place = out_ptr + row.to(tl.int64) * stride + (group - row * groups_a_row) * SIZE
-    tl.store(place[:, None] + element, values.to(out_ptr.dtype.element_ty), mask=mask)
+    element = tl.arange(0, SIZE)[None, :]
+    tl.store(place[:, None] + element, values.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 def dequantize_gguf_reference(

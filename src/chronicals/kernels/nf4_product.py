@@ -96,7 +96,7 @@ class FewRowsLaunch:
     splits: int
 
 
-def _launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
+def few_rows_launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
     """Choose the launch from the shape and the card.
 
     Args:
@@ -374,6 +374,14 @@ def _sum_splits_kernel(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, ELEMENTS
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
 
 
+def sum_splits(parts: Tensor, out: Tensor) -> None:
+    """Write the sums over splits, fp32 ``[splits, R, N]``, to ``out``, in one order."""
+    count = out.numel()
+    _sum_splits_kernel[(triton.cdiv(count, MERGED_AT_ONCE),)](
+        parts, out, count, len(parts), MERGED_AT_ONCE
+    )
+
+
 @operator("chronicals::nf4_product")
 def _nf4_product(
     x: Tensor,
@@ -402,7 +410,7 @@ def _nf4_product(
     rows, columns = x.shape
     if not out.numel():
         return out
-    launch = _launch(x, out.shape[1])
+    launch = few_rows_launch(x, out.shape[1])
     parts = out
     if launch.splits > 1:
         parts = x.new_empty((launch.splits, *out.shape), dtype=torch.float32)
@@ -442,9 +450,7 @@ def _nf4_product(
         enable_fp_fusion=False,
     )
     if launch.splits > 1:
-        _sum_splits_kernel[(triton.cdiv(out.numel(), MERGED_AT_ONCE),)](
-            parts, out, out.numel(), launch.splits, MERGED_AT_ONCE
-        )
+        sum_splits(parts, out)
     return out
 
 

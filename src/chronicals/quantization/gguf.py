@@ -1,4 +1,4 @@
-"""A frozen weight in GGUF blocks, dequantised for each product.
+"""A frozen weight in GGUF blocks, dequantised for each product, or inside a product of few rows.
 
 The bytes are those of the file, so adapters are trained on the same numbers that llama.cpp
 multiplies by when the file is deployed.
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
+from chronicals.kernels.gguf_product import gguf_product
+from chronicals.kernels.nf4_product import multiplies_few_rows
 from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -75,6 +77,21 @@ class Blocks(PackedWeight):
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_gguf(self.codes, out, self.kind)
+
+    def reads_dense(self, x: Tensor) -> bool:
+        """Return whether the product with x reads the dense values; that of few rows does not."""
+        block, _ = GGUF_KINDS[self.kind]
+        return x.dtype != self.dtype or not multiplies_few_rows(x, block)
+
+    def is_faster_dense(self, x: Tensor) -> bool:
+        """Return True: a dense copy is read by whole words, blocks byte by byte."""
+        return True
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ``."""
+        if self.reads_dense(x):
+            return super().product(x)
+        return gguf_product(x, self.codes, self.shape[0], self.kind)
 
     @property
     def why_whole(self) -> str:  # type: ignore[override]

@@ -10,11 +10,15 @@ from typing import Any
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
+from chronicals.config.recipe import RESUME_FILE
 from chronicals.saving import remove_folder
+from chronicals.tuning.feasibility import why_too_large
+from chronicals.tuning.fields import SPEED
+from chronicals.tuning.mixture import MODEL_FOLDER, make_model, sizes_of
 from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs
 from chronicals.tuning.schedule import WHOLE, Leg, Schedule
 from chronicals.tuning.scores import NoScore, held_out_score, speed_of, why_other_steps
-from chronicals.tuning.space import SPEED, Space
+from chronicals.tuning.space import Space
 from chronicals.tuning.study import LOG_FILE, Study
 from chronicals.tuning.trial import State, Trial
 
@@ -58,10 +62,13 @@ class Execution:
         """
         trial = self._judged(trial, gives_up)
         try:
-            recipe = self.space.recipe_of(trial.params)
+            recipe = self._recipe(trial)
             legs = self.schedule.legs(recipe)
+            too_large = None if self._has_begun(trial) else why_too_large(recipe)
         except ConfigurationError as error:  # values that do not agree with each other
             return self._ended(replace(trial, state=State.REFUSED, reason=str(error)), ())
+        if too_large is not None:
+            return self._ended(replace(trial, state=State.TOO_LARGE, reason=too_large), ())
         for leg in legs if gives_up is not None else legs[-1:]:
             if trial.state != State.RUNNING:
                 break
@@ -72,10 +79,29 @@ class Execution:
                 return trial
         return self._ended(trial, legs)
 
+    def _recipe(self, trial: Trial) -> Recipe:
+        """Return the recipe of a trial, with a model of its own if its sizes are tuned.
+
+        Raises:
+            ConfigurationError: its values do not agree with each other.
+        """
+        recipe = self.space.recipe_of(trial.params)
+        sizes = sizes_of(trial.params)
+        if not sizes:
+            return recipe
+        model = self.study.folder_of(trial) / MODEL_FOLDER
+        make_model(self.space.recipe, sizes, model, trial.seed)
+        return recipe.replace(model=str(model))
+
+    def _has_begun(self, trial: Trial) -> bool:
+        """Return whether an earlier tuner began a run of a trial."""
+        return any(self.study.folder_of(trial).glob(f"*/{RESUME_FILE}"))
+
     def _ended(self, trial: Trial, legs: Sequence[Leg]) -> Trial:
         """Keep a trial that has ended; weights and checkpoints of its runs are removed."""
         trial = replace(trial, ended=time.time())
         self.study.keep(trial)
+        remove_folder(self.study.folder_of(trial) / MODEL_FOLDER)
         for leg in legs:
             for name in ("checkpoints", "model"):
                 remove_folder(self.study.folder_of(trial) / leg.name / name)

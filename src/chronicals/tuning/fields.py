@@ -143,11 +143,36 @@ OF_ADAPTERS = frozenset(
 """Fields that change nothing where all weights are trained."""
 
 
-def why_not_by_a_score(name: str) -> str | None:
-    """Return why trials that differ in a field cannot be compared by a held-out score.
+CROSS_ENTROPY = frozenset({"sft", "pretraining", "distill", "orpo", "cpo"})
+"""Objectives whose evaluations have a cross-entropy, on which their settings have no influence."""
 
-    It is None if they can.
+OF_REWARDS = frozenset({"grpo", "rloo"})
+"""Objectives whose evaluation is the mean reward of answers, whatever their settings."""
+
+
+SPEED = "tokens_per_second"
+"""The metric of studies that do not look at what is learned."""
+
+
+def why_not_compared(name: str, objective: str, metric: str) -> str | None:
+    """Return why trials that differ in a field cannot be compared; None if they can.
+
+    Args:
+        name: of the field; settings of an objective have a point in their name.
+        objective: of the recipe.
+        metric: by which they are compared.
     """
+    if metric == SPEED:
+        return _why_not_by_speed(name)
+    return _why_not_by_score(name, objective, metric)
+
+
+def _why_not_by_score(name: str, objective: str, metric: str) -> str | None:
+    if "." in name and metric == "loss" and objective not in CROSS_ENTROPY | OF_REWARDS:
+        return (
+            "is a part of the loss, by which trials could not be compared then; name another "
+            "metric, as rewards/accuracies"
+        )
     if name in HELD_OUT:
         return "changes what is predicted of the held-out rows, so scores could not be compared"
     if name in COST:
@@ -157,11 +182,7 @@ def why_not_by_a_score(name: str) -> str | None:
     return None
 
 
-def why_not_by_speed(name: str) -> str | None:
-    """Return why trials that differ in a field cannot be compared by tokens a second.
-
-    It is None if they can. Settings of an objective have a point in their name.
-    """
+def _why_not_by_speed(name: str) -> str | None:
     if name in COST or name in ROUNDING or name == "batch_size":
         return None
     if name in OF_THE_STUDY:

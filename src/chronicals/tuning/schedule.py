@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from chronicals.config import ConfigurationError, Recipe
+from chronicals.tuning.fields import SPEED
 from chronicals.tuning.scores import TIMED_STEPS, UNTIMED_STEPS
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import SPEED, Choice, Space
+from chronicals.tuning.space import Choice, Space
 
 WHOLE = "run"
 """Folder of a trial's whole run."""
@@ -62,6 +63,19 @@ class Budget:
         }
         given = {name: getattr(recipe, name) for name in batch if name in recipe.explicit}
         return math.prod({**batch, **given}.values())
+
+    def accumulation(self, batch_size: int) -> int:
+        """Return the passes of a step with which another batch takes as many packs as the user's own.
+
+        Raises:
+            ConfigurationError: the batch does not divide them.
+        """
+        packs = self.batch_size * self.gradient_accumulation_steps
+        if packs % batch_size:
+            raise ConfigurationError(
+                f"batch_size={batch_size}: does not divide the {packs} packs of a step; leave it out"
+            )
+        return packs // batch_size
 
     def steps_of(self, recipe: Recipe) -> int:
         """Return the steps of a trial that sees as many tokens as the user's own run."""
@@ -198,16 +212,13 @@ class TimedSteps:
         Raises:
             ConfigurationError: its batch does not divide a step.
         """
-        packs = self.budget.batch_size * self.budget.gradient_accumulation_steps
-        if packs % recipe.batch_size:
-            raise ConfigurationError(
-                f"batch_size={recipe.batch_size}: does not divide the {packs} packs of a step; "
-                "leave it out"
-            )
+        own = "batch_size" in recipe.explicit
+        size = recipe.batch_size if own else self.budget.batch_size
         fields = {
+            "batch_size": size,
             "max_steps": UNTIMED_STEPS + TIMED_STEPS,
             "num_epochs": None,
-            "gradient_accumulation_steps": packs // recipe.batch_size,
+            "gradient_accumulation_steps": self.budget.accumulation(size),
             "validation_split": 0.0,
             "validation_data": None,
             "save_steps": None,

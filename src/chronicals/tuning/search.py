@@ -37,6 +37,13 @@ LEAST_COMPARED = 3
 half of all trials (optuna, issue 2441)."""
 
 
+MOST_DRAWS = 20
+"""Draws after which a space of few values is searched for one that was not tried."""
+
+SEEDS_APART = 100_003
+"""Distance of the seeds of two draws for the same trial: a prime above any number of trials."""
+
+
 def check_installed() -> None:
     """Check that optuna is installed.
 
@@ -65,8 +72,10 @@ class Search:
     seed: int
     units: int
 
-    def next_params(self, trials: Sequence[Trial]) -> dict[str, Any]:
-        """Return the values of the next trial; the first has the user's own.
+    def next_params(self, trials: Sequence[Trial]) -> dict[str, Any] | None:
+        """Return the values of the next trial, which no trial had; None if all were tried.
+
+        The first trial has the user's own.
 
         Args:
             trials: of the search so far, which have all ended.
@@ -75,13 +84,18 @@ class Search:
 
         if not trials:
             return self.space.own()
-        study = self.study(trials)
-        study.sampler = TPESampler(seed=self.seed + len(trials))
-        asked = study.ask(self.distributions())
-        return {
-            name: _value(dimension, asked.params[name])
-            for name, dimension in self.space.dimensions.items()
-        }
+        tried = [trial.params for trial in trials]
+        for again in range(MOST_DRAWS):
+            study = self.study(trials)
+            study.sampler = TPESampler(seed=self.seed + len(trials) + SEEDS_APART * again)
+            asked = study.ask(self.distributions())
+            params = {
+                name: _value(dimension, asked.params[name])
+                for name, dimension in self.space.dimensions.items()
+            }
+            if params not in tried:
+                return params
+        return next((params for params in self.space.all() if params not in tried), None)
 
     def gives_up(self, trials: Sequence[Trial], trial: Trial) -> bool:
         """Return whether a running trial is behind the others at its last report.

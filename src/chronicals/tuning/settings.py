@@ -11,10 +11,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config import ConfigurationError
-from chronicals.tuning.space import SPEED
-
-LOSS = "loss"
-"""The metric that is the cross-entropy of held-out tokens, or the loss of an objective without."""
+from chronicals.tuning.fields import SPEED
 
 LARGER_IS_BETTER = ("accurac", "margin", "reward", "entropy", SPEED)
 """Parts of the names of metrics that are better when they are larger."""
@@ -33,9 +30,9 @@ class StudySettings:
         default=30, description="Trials of the search, the first of them with your own settings"
     )
     metric: str = Field(
-        default=LOSS,
+        default="",
         description="What is compared: loss (held-out cross-entropy), a held-out metric of the "
-        "objective, or tokens_per_second",
+        "objective, or tokens_per_second (default: the objective's)",
     )
     direction: Literal["minimize", "maximize"] | None = Field(
         default=None, description="Which values of the metric are better (default: by its name)"

@@ -9,9 +9,10 @@ ratio of the rank; without it, alpha keeps the ratio of the recipe where the ran
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,13 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
 from chronicals.config.foreign import no_such_field
 from chronicals.config.sections import SECTIONS_FIELD, SHARED
-from chronicals.tuning.fields import OF_ADAPTERS, why_not_by_a_score, why_not_by_speed
+from chronicals.tuning import mixture
+from chronicals.tuning.fields import OF_ADAPTERS, why_not_compared
 
 ALPHA_RATIO = "lora_alpha_ratio"
 """Dimension that is no field: ``lora_alpha`` as a ratio of ``lora_rank``."""
 
 SCALES = ("log", "linear")
-
-SPEED = "tokens_per_second"
-"""The metric of studies that do not look at what is learned."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +186,8 @@ class Space:
         section, _, setting = name.rpartition(".")
         if not section:
             return getattr(self.recipe, name)
+        if section == mixture.PREFIX:
+            return mixture.own_size(self.recipe, setting)
         given = self.recipe.sections.get(section, {})
         return given[setting] if setting in given else _default_setting(section, setting)
 
@@ -194,19 +195,33 @@ class Space:
         """Return whether the values of all dimensions lie in the space."""
         return all(dimension.holds(params[name]) for name, dimension in self.dimensions.items())
 
+    def all(self) -> Iterator[dict[str, Any]]:
+        """Yield all combinations of values; none if a dimension is of real numbers."""
+        values: list[Iterable[Any]] = []
+        for dimension in self.dimensions.values():
+            if isinstance(dimension, Choice):
+                values.append(dimension.values)
+            elif dimension.whole:
+                values.append(range(int(dimension.low), int(dimension.high) + 1))
+            else:
+                return
+        for combination in itertools.product(*values):
+            yield dict(zip(self.dimensions, combination))
+
     def fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a recipe that values of dimensions stand for.
 
         Args:
-            params: values by dimension; settings of sections become a section each.
+            params: values by dimension; settings of sections become a section each. Sizes of the
+                model are no fields.
         """
         fields: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
         for name, value in params.items():
             section, _, setting = name.rpartition(".")
-            if section:
+            if section and section != mixture.PREFIX:
                 sections.setdefault(section, {})[setting] = value
-            elif name != ALPHA_RATIO:
+            elif not section and name != ALPHA_RATIO:
                 fields[name] = value
         rank = fields.get("lora_rank", self.recipe.lora_rank)
         ratio = params.get(ALPHA_RATIO)
@@ -241,15 +256,17 @@ def _check_name(
         ConfigurationError: it does not, or they cannot.
     """
     known = [field.name for field in dataclasses.fields(Recipe)]
-    section = name.rpartition(".")[0]
-    if section and section not in (recipe.objective, SHARED):
+    section, _, setting = name.rpartition(".")
+    if section == mixture.PREFIX:
+        mixture.check_size(recipe, setting, values)
+    elif section and section not in (recipe.objective, SHARED):
         raise ConfigurationError(
             f"tune={{{name!r}: {values!r}}}: {section!r} is not the objective of the recipe, which "
             f"is {recipe.objective!r}; leave it out"
         )
     if not section and name not in (*known, ALPHA_RATIO):
         raise ConfigurationError(f"tune: {no_such_field(name, values, [*known, ALPHA_RATIO])}")
-    reason = why_not_by_speed(name) if metric == SPEED else why_not_by_a_score(name)
+    reason = why_not_compared(name, recipe.objective, metric)
     adapters = name in OF_ADAPTERS or name == ALPHA_RATIO
     if reason is None and adapters and not recipe.use_lora and "use_lora" not in given:
         reason = "changes nothing where all weights are trained; set use_lora=True, or leave it out"

@@ -21,7 +21,7 @@ class State(StrEnum):
     RUNNING = "running"
     COMPLETE = "complete"
     PRUNED = "pruned"
-    TOO_LARGE = "does not fit"
+    TOO_LARGE = "too large"
     OUT_OF_MEMORY = "out of memory"
     DIVERGED = "diverged"
     REFUSED = "refused"

@@ -13,20 +13,24 @@ from typing import Any, Literal
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.training.errors import TrainingError
+from chronicals.tuning.applying import write_fields
+from chronicals.tuning.default_space import default_metric, default_space
 from chronicals.tuning.execution import Execution
+from chronicals.tuning.fields import SPEED
+from chronicals.tuning.journal import export
+from chronicals.tuning.mixture import make_model, sizes_of
+from chronicals.tuning.report import shown, write_report
+from chronicals.tuning.results import REPEATED, Results, results_of
 from chronicals.tuning.run_process import PROGRAM
 from chronicals.tuning.schedule import Budget, Schedule, schedule_of
 from chronicals.tuning.search import Search, by_score, check_installed
 from chronicals.tuning.settings import divided
-from chronicals.tuning.space import SPEED, Space
+from chronicals.tuning.space import Space
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
 MOST_FAILURES = 3
 """Failures in a row, for other reasons than its values, that end a study."""
-
-REPEATED = 3
-"""Best trials that run again with other seeds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Event:
 
     Attributes:
         kind: ``log`` is a line for people; ``status`` is what the tuner does: running, stopped,
-            finished or failed; ``trial`` is that a trial began, was scored, or ended.
+            finished, or failed with its error; ``trial`` is that a trial began, was scored, or ended.
         text: the line, or the status.
         trial: the trial, as it is now.
     """
@@ -56,9 +60,9 @@ class Tuner:
         recipe: the user's own settings, with what is tuned in ``tune``; or the path of its file.
         study: folder of the study; beside the recipe's ``output_dir`` by default. A study that is
             there goes on.
+        tune: dimensions and settings that win over those of the recipe.
         program: the command line, as a program and its first arguments.
-        budget: measures the length of a run.
-        **tune: dimensions and settings that win over those of the recipe.
+        budget: measures the length of a run; by default from its data.
 
     Raises:
         ConfigurationError: optuna is missing, nothing is held out, a field does not exist or cannot
@@ -69,25 +73,27 @@ class Tuner:
         self,
         recipe: Recipe | str | Path,
         study: str | Path | None = None,
+        tune: Mapping[str, Any] | None = None,
         *,
         program: Sequence[str] = PROGRAM,
         budget: Callable[[Recipe], Budget] | None = None,
-        **tune: Any,
     ):
         check_installed()
         if not isinstance(recipe, Recipe):
             recipe = Recipe.given(file=Path(recipe))
-        self.settings, given = divided({**recipe.tune, **tune})
+        settings, given = divided({**recipe.tune, **(tune or {})})
+        metric = settings.metric or default_metric(recipe.objective)
+        self.settings = replace(settings, metric=metric)  # type: ignore[type-var]
         self.recipe = Recipe(
             **{name: getattr(recipe, name) for name in recipe.explicit if name != "tune"}
         )
-        metric = self.settings.metric
         if metric != SPEED and not (self.recipe.validation_data or self.recipe.validation_split):
             raise ConfigurationError(
                 f"metric={metric!r}: nothing is held out to compare trials by; set validation_data "
                 "or validation_split"
             )
-        self.space = Space.of(given, self.recipe, metric)
+        dimensions = given or default_space(self.recipe, metric)
+        self.space = Space.of(dimensions, self.recipe, metric)
         beside = self.recipe.output_dir
         folder = beside.with_name(f"{beside.name}-study") if study is None else Path(study)
         self.study = Study(folder.expanduser().absolute())
@@ -144,11 +150,14 @@ class Tuner:
                 self.settings.metric,
                 self.program,
                 self._stopping,
-                lambda trial: self._tell("trial", f"trial {trial.number} has a report", trial),
+                self._tell_of,
             )
-            search = Search(self.space, self.settings, self.recipe.seed, schedule.units)
-            self._search(search, execution)
-            self._repeat(execution)
+            search = self._search_of(schedule)
+            try:
+                self._search(search, execution)
+                self._repeat(execution)
+            finally:
+                write_report(self.study, search)
             self._tell("status", "stopped" if self._stopping.is_set() else "finished")
 
     def _run_and_tell(self) -> None:
@@ -156,10 +165,58 @@ class Tuner:
             self.run()
         except BaseException as error:
             self.error = error
-            self._tell("log", str(error))
-            self._tell("status", "failed")
+            self._tell("status", f"failed: {error}")
 
-    def _tell(self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None):
+    def results(self) -> Results | None:
+        """Return what the study has found so far; None before your own settings have a score."""
+        return results_of(self.settings, self.study.trials())
+
+    def apply(self, file: str | Path) -> str:
+        """Write the best settings into a recipe, with study, trial and score in a comment.
+
+        Args:
+            file: the recipe, of which other lines stay; without one the whole recipe is written.
+
+        Returns:
+            What was written, in words, or why nothing was.
+        """
+        results = self.results()
+        reason = "no trial is complete" if results is None else results.why_no_different()
+        if results is None or reason is not None:
+            return f"nothing is written: {reason}"
+        file = Path(file)
+        best = results.best[0]
+        if not file.exists():
+            self.recipe.to_yaml(file)
+        budget = Budget(**self.study.about()["budget"])
+        fields = self.space.fields(best.trial.params)
+        if self.settings.metric == SPEED and "batch_size" in fields:
+            fields["gradient_accumulation_steps"] = budget.accumulation(fields["batch_size"])
+        sizes = sizes_of(best.trial.params)
+        if sizes:
+            folder = self.study.folder / f"model-{best.trial.name}"
+            make_model(self.recipe, sizes, folder, self.recipe.seed)
+            fields["model"] = str(folder)
+        words = (
+            f"study {self.study.folder.name}, trial {best.trial.number}, {self.settings.metric} "
+            f"{best} (before: {results.own})"
+        )
+        write_fields(file, fields, words)
+        return f"written to {file}: {', '.join(f'{name}={fields[name]!r}' for name in fields)}"
+
+    def export(self, file: str | Path) -> int:
+        """Write the trials of the search as optuna's journal, and return how many there are.
+
+        ``optuna-dashboard FILE`` shows it.
+
+        Raises:
+            ConfigurationError: the file exists already.
+        """
+        return export(self.study, self._search_of(self._prepare()), Path(file))
+
+    def _tell(
+        self, kind: Literal["log", "status", "trial"], text: str, trial: Trial | None = None
+    ) -> None:
         self._events.put(Event(kind, text, trial))
 
     def _prepare(self) -> Schedule:
@@ -188,20 +245,36 @@ class Tuner:
             self.space = replace(self.space, recipe=self.recipe)
         return schedule_of(budget, self.settings, self.space)
 
+    def _search_of(self, schedule: Schedule) -> Search:
+        return Search(self.space, self.settings, self.recipe.seed, schedule.units)
+
     def _search(self, search: Search, execution: Execution) -> None:
         """Carry out the trials of the search that are not there yet."""
         while not self._stopping.is_set():
             trials = self._searched()
             if trials and trials[-1].state == State.RUNNING:
                 *before, trial = trials
-            elif len(trials) >= self.settings.trials:
+            elif self._is_enough(trials):
                 return
             else:
                 before = trials
-                trial = self._begin(search.next_params(trials), self.recipe.seed)
+                params = search.next_params(trials)
+                if params is None:
+                    self._tell("log", "every combination of the values was tried")
+                    return
+                trial = self._begin(params, self.recipe.seed)
             ended = execution.carry_out(trial, partial(search.gives_up, before))
-            self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+            self._tell_of(ended)
             self._check_that_trials_work([*before, ended])
+
+    def _is_enough(self, trials: Sequence[Trial]) -> bool:
+        """Return whether the search is over.
+
+        Trials that the plan dropped cost nothing and do not count; but if as many were dropped,
+        hardly anything in the space fits.
+        """
+        dropped = sum(trial.state == State.TOO_LARGE for trial in trials)
+        return max(len(trials) - dropped, dropped) >= self.settings.trials
 
     def _searched(self) -> list[Trial]:
         return [trial for trial in self.study.trials() if trial.repeats is None]
@@ -221,14 +294,30 @@ class Tuner:
                 repeat = there.get((number, seed)) or self._begin(trial.params, seed, number)
                 if repeat.state == State.RUNNING:
                     ended = execution.carry_out(repeat, None)
-                    self._tell("trial", f"trial {ended.number} is {ended.state}", ended)
+                    self._tell_of(ended)
 
     def _begin(self, params: Mapping[str, Any], seed: int, repeats: int | None = None) -> Trial:
         number = len(self.study.trials())
         trial = Trial(number, params, seed, repeats, began=time.time())
         self.study.add(trial)
-        self._tell("trial", f"trial {number} begins", trial)
+        self._tell_of(trial)
         return trial
+
+    def _tell_of(self, trial: Trial) -> None:
+        """Tell what a trial does, or what has become of it."""
+        metric = self.settings.metric
+        if trial.value is not None:
+            words = f"{metric} {trial.value:.6g}"
+        elif trial.state != State.RUNNING:
+            words = f"{trial.state}: {trial.reason.strip().splitlines()[-1]}"
+        elif trial.reports:
+            last = max(trial.reports)
+            words = f"{metric} {trial.reports[last]:.6g} at report {last}"
+        else:
+            words = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
+            if trial.repeats is not None:
+                words = f"trial {trial.repeats} again with seed {trial.seed}"
+        self._tell("trial", f"trial {trial.number}: {words}", trial)
 
     def _check_that_trials_work(self, trials: Sequence[Trial]) -> None:
         """Check that the user's own settings work, and that not trial after trial fails.

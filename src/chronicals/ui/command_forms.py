@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from chronicals.ui.fields import FormField
+from chronicals.ui.fields import FormField, Kind
 from chronicals.ui.place import OutsideRoot, Place
 from chronicals.ui.recipes import Faults, check_path
+from chronicals.ui.words import Say
+
+CommandField = tuple[str, Kind, str, tuple[str, ...]]
+"""Name, kind, default and choices of a field, whose help is a text of its page."""
+
+
+def fields_by_words(
+    say: Say, page: str, fields: Sequence[CommandField], required: Collection[str] = ()
+) -> dict[str, FormField]:
+    """Return fields whose help is a text of the page.
+
+    Args:
+        say: words of the page.
+        page: its name, with which the names of the texts begin.
+        fields: of each the name, the kind, the default and the choices.
+        required: names of those that must be given.
+    """
+    return {
+        name: FormField(
+            name,
+            "",
+            kind,
+            say(f"{page}.{name}"),
+            default,
+            choices,
+            required=name in required,
+        )
+        for name, kind, default, choices in fields
+    }
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class ExpertIO:
                 about = os.fstat(file.fileno())
                 inode, offset = self._position
                 if inode != about.st_ino or about.st_size < offset:
-                    self.__init__(self.path)  # type: ignore[misc]
+                    vars(self).update(vars(ExpertIO(self.path)))
                     offset = 0
                 file.seek(offset)
                 added = file.read()

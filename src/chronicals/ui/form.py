@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -159,6 +159,29 @@ class RecipeDraft(DraftForm):
     def recipe_form(self) -> RecipeForm:
         """The form as it is known now."""
         return self.services.form(self.name)
+
+
+@dataclass
+class CommandDraft(DraftForm):
+    """Inputs of a command with flags."""
+
+    @property
+    def command_form(self) -> CommandForm:
+        """The form, which is known from the start."""
+        form = self.form()
+        assert isinstance(form, CommandForm)
+        return form
+
+    def arguments(self, more: Sequence[str] = ()) -> list[str]:
+        """Return the arguments of the command as it stands.
+
+        Args:
+            more: flags that the form has no field for.
+
+        Raises:
+            Faults: something is missing or wrong.
+        """
+        return self.command_form.arguments(self.texts, more)
 
 
 def recipe_draft(services: Services, objective: str, say: Say) -> RecipeDraft:

@@ -9,8 +9,7 @@ from urllib.parse import quote
 from nicegui import ui
 
 from chronicals.ui.command_forms import CommandForm
-from chronicals.ui.fields import FormField
-from chronicals.ui.form import DraftForm
+from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, chip, command_line
 from chronicals.ui.jobs import Job, last_lines, shown
 from chronicals.ui.panels import SHOWN_LINES
@@ -50,7 +49,7 @@ class CommandPanel:
 
     def build(self) -> None:
         """Build the panel."""
-        self.draft = DraftForm(self.services, self.kind, lambda: self.form, self.say)
+        self.draft = CommandDraft(self.services, self.kind, lambda: self.form, self.say)
         with card():
             self.draft.build(self.form.fields.values())
             self.command = command_line()
@@ -68,9 +67,8 @@ class CommandPanel:
         ui.timer(1.0, self.update)
 
     def _arguments(self) -> tuple[list[str], str]:
-        texts = self.draft.texts
-        more, output = self.more(texts)
-        return self.form.arguments(texts, more), output
+        more, output = self.more(self.draft.texts)
+        return self.draft.arguments(more), output
 
     def _show_command(self) -> None:
         try:
@@ -121,31 +119,6 @@ class CommandPanel:
                     ui.link(self.say("run.whole"), address, new_tab=True)
         if self.result is not None:
             self.result()
-
-
-def fields_by_words(
-    say: Say, page: str, fields: Sequence[tuple[str, str, str, Sequence[str]]], required: str = ""
-) -> dict[str, FormField]:
-    """Return fields whose help is a text of the page.
-
-    Args:
-        say: words of the page.
-        page: its name, with which the names of the texts begin.
-        fields: of each the name, the kind, the default and the choices.
-        required: name of the one that must be given.
-    """
-    return {
-        name: FormField(
-            name,
-            "",
-            kind,  # type: ignore[arg-type]
-            say(f"{page}.{name}"),
-            default,
-            tuple(choices),
-            required=name == required,
-        )
-        for name, kind, default, choices in fields
-    }
 
 
 def free_name(services: Services, folder: str, ending: str) -> str:

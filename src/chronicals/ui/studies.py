@@ -48,7 +48,9 @@ class StudyFolder:
         complete = [
             trial
             for trial in self.trials
-            if trial["state"] == COMPLETE and trial["value"] is not None and not trial["repeats"]
+            if trial["state"] == COMPLETE
+            and trial["value"] is not None
+            and trial["repeats"] is None
         ]
         return sorted(complete, key=lambda trial: trial["value"], reverse=self.maximizes)
 

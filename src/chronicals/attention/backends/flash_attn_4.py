@@ -59,7 +59,7 @@ def _keep_compiled_kernels(device: torch.device) -> None:
 
 
 @cache
-def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+def kernels_of(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     """Return the package's forward and backward functions.
 
     Importing the package takes seconds, so it happens at the first call. If a process compiles
@@ -115,7 +115,7 @@ def _forward(
     sinks: Tensor | None,
     padding: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    forward, _ = _kernels(q.device)
+    forward, _ = kernels_of(q.device)
     out, lse = _outputs(q, k, v, cu_q, cu_k, max_q, max_k, scale, window, softcap, sinks, padding)
     common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
     with torch.cuda.device_of(q):
@@ -164,7 +164,7 @@ def _backward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the sinks; the last is ``absent`` without sinks."""
-    _, backward = _kernels(q.device)
+    _, backward = kernels_of(q.device)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with torch.cuda.device_of(q):
         gradients = backward(

@@ -5,15 +5,13 @@ It also has answers of the model to a few rows before and after training.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
 import importlib.metadata
 import io
 import json
 import logging
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -33,6 +31,7 @@ from chronicals.models import input_device
 from chronicals.objectives import Objective
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.training.rollouts.turns import cache_memory
+from chronicals.training.run.page import image, pairs, table, write_page
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -73,14 +72,6 @@ remaining prompts without one.
 
 _SMALL_MODEL = 200_000_000
 """Maximum number of parameters for which answers are cheap on a CPU."""
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-h2 { font-size: 1.15rem; margin: 2rem 0 .5rem } table { border-collapse: collapse }
-th, td { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top } thead th { border-bottom: 1px solid #ccc }
-th { font-weight: 500; color: #666 } img { width: 100% } pre { white-space: pre-wrap; margin: 0; font: inherit }
-.error { color: #b00 } .warning { color: #a60 } details { margin-top: 1rem }
-"""
 
 
 @dataclass(frozen=True)
@@ -142,27 +133,17 @@ class Report:
             else f"CPU ({platform.machine()})",
             "versions": ", ".join(versions),
         }
-        title = html.escape(self.title)
-        figure = base64.b64encode(_figure(self.metrics)).decode()
         sections = [(f"Data: {found.get('data', '')}", _data(found)) for found in self.data]
-        curves = f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'
-        sections.append(("Curves", curves))
+        sections.append(("Curves", image("curves of the run", _figure(self.metrics))))
         if self.samples:
             rows = [(sample.prompt, sample.before, sample.after) for sample in self.samples]
-            answers = _table(("prompt", "before", "after"), rows)
+            answers = table(("prompt", "before", "after"), rows)
             sections.append(("Answers before and after", answers))
         if self.rollouts:
             drawn = self.rollouts[-ROLLOUTS_SHOWN:]
             sections.append(("Answers of the last rollouts, and their rewards", _drawn(drawn)))
         sections.append(("Settings", _settings(self.config)))
-        parts = [f"<h1>{title}</h1>{_pairs(facts)}"]
-        for name, content in sections:
-            parts.append(f"\n<h2>{html.escape(name)}</h2>\n{content}")
-        path.write_text(
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-            f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n",
-            encoding="utf-8",
-        )
+        write_page(path, self.title, facts, sections)
 
 
 class Samples:
@@ -302,11 +283,11 @@ def _data(found: Mapping) -> str:
     ]
     columns = ("", "rule", "rows", "the first", "what", "remedy")
     gate = (
-        _table(columns, findings, classes=True)
+        table(columns, findings, classes=True)
         if findings
         else "<p>The gate found nothing wrong.</p>"
     )
-    return _pairs(facts) + _table(LEDGER_COLUMNS, ledger.table()) + gate
+    return pairs(facts) + table(LEDGER_COLUMNS, ledger.table()) + gate
 
 
 def _drawn(lines: Sequence[Mapping]) -> str:
@@ -319,7 +300,7 @@ def _drawn(lines: Sequence[Mapping]) -> str:
             by_name = ", ".join(f"{name} {value}" for name, value in answer["rewards"].items())
             rows.append((text, answer["text"], str(answer["reward"]), by_name))
             text = ""
-    return _table(("prompt", "answer", "reward", "by name"), rows)
+    return table(("prompt", "answer", "reward", "by name"), rows)
 
 
 def _settings(config: ChronicalsConfig) -> str:
@@ -338,31 +319,11 @@ def _settings(config: ChronicalsConfig) -> str:
         )
     columns = ("field", "value", "")
     chosen = [row for row in rows if row[2] != "default"]
-    defaults = _table(columns, [row for row in rows if row[2] == "default"])
+    defaults = table(columns, [row for row in rows if row[2] == "default"])
     return (
-        _table(columns, chosen)
+        table(columns, chosen)
         + f"<details><summary>left to their defaults</summary>{defaults}</details>"
     )
-
-
-def _pairs(facts: Mapping[str, object]) -> str:
-    rows = (
-        f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>"
-        for k, v in facts.items()
-    )
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: bool = False) -> str:
-    """Render a table; the first cell of a row is its class, if asked."""
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = []
-    for row in rows:
-        cells = "".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row)
-        body.append(
-            f'<tr class="{html.escape(row[0])}">{cells}</tr>' if classes else f"<tr>{cells}</tr>"
-        )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def _figure(metrics: Sequence[Mapping]) -> bytes:
@@ -404,6 +365,6 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    image = io.BytesIO()
-    figure.savefig(image, format="svg")
-    return image.getvalue()
+    content = io.BytesIO()
+    figure.savefig(content, format="svg")
+    return content.getvalue()

@@ -10,9 +10,9 @@ from typing import Any
 from nicegui import ui
 
 from chronicals.ui.charts import bars
-from chronicals.ui.command_forms import CommandForm
+from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
 from chronicals.ui.frame import card, frame, heading
-from chronicals.ui.job_panel import CommandPanel, fields_by_words, free_name
+from chronicals.ui.job_panel import CommandPanel, free_name
 from chronicals.ui.place import Place, read_record
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
@@ -24,7 +24,7 @@ MOST_RESULTS = 12
 BAR_HEIGHT = 38
 """Pixels of a bar with the space around it."""
 
-FIELDS = (
+FIELDS: tuple[CommandField, ...] = (
     ("model", "text", "qwen2.5-0.5b", ()),
     ("data", "text", "fixed", ()),
     ("mode", "choice", "full", ("full", "lora", "qlora")),

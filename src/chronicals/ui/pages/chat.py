@@ -10,9 +10,8 @@ from nicegui import ui
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.recipe import RESUME_FILE
-from chronicals.ui.command_forms import CommandForm
-from chronicals.ui.fields import FormField
-from chronicals.ui.form import DraftForm
+from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
+from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, command_line, frame, heading
 from chronicals.ui.jobs import shown
 from chronicals.ui.recipes import Faults
@@ -21,6 +20,16 @@ from chronicals.ui.words import Say
 
 DRAFT = "chat"
 MODELS = ("model", "beside")
+
+FIELDS: tuple[CommandField, ...] = (
+    ("model", "text", "", ()),
+    ("beside", "text", "", ()),
+    ("system", "text", "", ()),
+    ("max_new_tokens", "number", "256", ()),
+    ("temperature", "number", "0", ()),
+    ("top_p", "number", "", ()),
+    ("seed", "number", "0", ()),
+)
 
 CHECKPOINTS_LISTED = 3
 """Newest checkpoints of a run among the models."""
@@ -67,18 +76,7 @@ def models(services: Services) -> list[str]:
 
 def chat_form(services: Services, say: Say) -> CommandForm:
     """Return the form of ``chronicals generate``, with a second model beside the first."""
-    fields = {
-        name: FormField(name, "", kind, say(f"chat.{name}"), default, required=name == "model")
-        for name, kind, default in (
-            ("model", "text", ""),
-            ("beside", "text", ""),
-            ("system", "text", ""),
-            ("max_new_tokens", "number", "256"),
-            ("temperature", "number", "0"),
-            ("top_p", "number", ""),
-            ("seed", "number", "0"),
-        )
-    }
+    fields = fields_by_words(say, "chat", FIELDS, ["model"])
     return CommandForm(services.place, ["generate"], fields, ["model"], ["model", "beside"])
 
 
@@ -93,7 +91,7 @@ class _ChatPanel:
     def build(self) -> None:
         services, say = self.services, self.say
         form = chat_form(services, say)
-        self.draft = DraftForm(services, DRAFT, lambda: form, say)
+        self.draft = CommandDraft(services, DRAFT, lambda: form, say)
         with card():
             with ui.element("div").classes("row chips"):
                 for name in models(services):
@@ -127,7 +125,7 @@ class _ChatPanel:
 
     def _arguments(self) -> list[str]:
         texts = {name: text for name, text in self.draft.texts.items() if name != "beside"}
-        return self.draft.form().arguments(texts)  # type: ignore[union-attr]
+        return self.draft.command_form.arguments(texts)
 
     def _show_command(self) -> None:
         try:

@@ -11,6 +11,7 @@ from nicegui import ui
 
 from chronicals.config import PRESETS, ConfigurationError, Recipe
 from chronicals.config.presets import AUTO_PRESET, CARDS, WAYS, preset_fields
+from chronicals.ui.fields import FormField
 from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, frame, heading
 from chronicals.ui.pages.stages import StartPanel
@@ -81,16 +82,45 @@ def _clear(draft: RecipeDraft) -> None:
 
 
 def _build_groups(services: Services, draft: RecipeDraft, say: Say) -> None:
-    fields = draft.recipe_form.fields.values()
+    """Build the groups of fields, the objective's settings first."""
     own = services.settings_of(draft.name)
     if own:
-        with ui.expansion(say("stage.settings", name=draft.name), value=True).classes("group-box"):
-            draft.build(own.values())
+        _Group(say("stage.settings", name=draft.name), list(own.values()), draft).build(True)
+    fields = draft.recipe_form.fields.values()
     shared = [field for field in fields if field.name not in own]
     for title, members in groupby(shared, key=lambda field: field.heading):
-        named = title or say("configuration.others")
-        with ui.expansion(named, value=title in OPEN).classes("group-box"):
-            draft.build(members)
+        _Group(title or say("configuration.others"), list(members), draft).build(title in OPEN)
+
+
+class _Group:
+    """A group of fields, whose inputs are built when it is opened: a recipe has a hundred fields."""
+
+    def __init__(self, title: str, fields: list[FormField], draft: RecipeDraft):
+        self.title = title
+        self.fields = fields
+        self.draft = draft
+        self.is_built = False
+
+    def build(self, is_open: bool) -> None:
+        """Build the group, open if that is asked for or a field of it is set."""
+        self.box = ui.expansion(self.title).classes("group-box")
+        self.box.on_value_change(lambda event: self._open() if event.value else None)
+        if is_open:
+            self.box.set_value(True)
+        self.draft.changed.append(self._open_if_set)
+        self._open_if_set()
+
+    def _open_if_set(self) -> None:
+        texts = self.draft.texts
+        if not self.is_built and any(field.name in texts for field in self.fields):
+            self.box.set_value(True)
+
+    def _open(self) -> None:
+        if not self.is_built:
+            self.is_built = True
+            with self.box:
+                self.draft.build(self.fields)
+            self.draft.show_faults()
 
 
 class YamlPanel:

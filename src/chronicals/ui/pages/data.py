@@ -6,9 +6,8 @@ import re
 
 from nicegui import ui
 
-from chronicals.ui.command_forms import CommandForm
-from chronicals.ui.fields import FormField
-from chronicals.ui.form import DraftForm
+from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
+from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, command_line, frame, heading
 from chronicals.ui.jobs import shown
 from chronicals.ui.recipes import Faults
@@ -16,6 +15,18 @@ from chronicals.ui.services import OBJECTIVES, Services
 from chronicals.ui.words import Say
 
 DRAFT = "data"
+
+FIELDS: tuple[CommandField, ...] = (
+    ("file", "text", "", ()),
+    ("model", "text", "", ()),
+    ("objective", "choice", "sft", OBJECTIVES),
+    ("rows", "number", "3", ()),
+    ("skip", "number", "0", ()),
+    ("max_seq_length", "number", "2048", ()),
+    ("columns", "text", "", ()),
+    ("chat_template", "text", "", ()),
+)
+REQUIRED = ("file", "model")
 
 TRAINED = re.compile(r"(⟦.*?⟧)", re.DOTALL)
 """Spans that are trained, as ``chronicals data show`` marks them off a terminal."""
@@ -33,24 +44,9 @@ def add_data(services: Services) -> None:
 
 def data_form(services: Services, say: Say) -> CommandForm:
     """Return the form of ``chronicals data show``."""
-    fields = {
-        name: FormField(name, "", kind, say(f"data.{name}"), default, choices, "", name in REQUIRED)
-        for name, kind, default, choices in (
-            ("file", "text", "", ()),
-            ("model", "text", "", ()),
-            ("objective", "choice", "sft", OBJECTIVES),
-            ("rows", "number", "3", ()),
-            ("skip", "number", "0", ()),
-            ("max_seq_length", "number", "2048", ()),
-            ("columns", "text", "", ()),
-            ("chat_template", "text", "", ()),
-        )
-    }
+    fields = fields_by_words(say, "data", FIELDS, REQUIRED)
     paths = ["file", "model", "chat_template"]
     return CommandForm(services.place, ["data", "show"], fields, ["file"], paths)
-
-
-REQUIRED = ("file", "model")
 
 
 class _DataPanel:
@@ -62,7 +58,7 @@ class _DataPanel:
 
     def build(self) -> None:
         form = data_form(self.services, self.say)
-        self.draft = DraftForm(self.services, DRAFT, lambda: form, self.say)
+        self.draft = CommandDraft(self.services, DRAFT, lambda: form, self.say)
         with card():
             self.draft.build(form.fields.values())
             self.command = command_line()
@@ -74,7 +70,7 @@ class _DataPanel:
 
     def _show_command(self) -> None:
         try:
-            self.command.set_text(shown(self.draft.form().arguments(self.draft.texts)))  # type: ignore[union-attr]
+            self.command.set_text(shown(self.draft.arguments()))
         except Faults:
             self.command.set_text("")
 
@@ -86,7 +82,7 @@ class _DataPanel:
         self.rows.clear()
         with self.rows:
             ui.label(self.say("data.reading")).classes("quiet")
-        arguments = self.draft.form().arguments(self.draft.texts)  # type: ignore[union-attr]
+        arguments = self.draft.arguments()
         answer = await self.services.commands.run(arguments)
         self.rows.clear()
         with self.rows:

@@ -9,9 +9,9 @@ from typing import Any
 
 from nicegui import ui
 
-from chronicals.ui.command_forms import CommandForm
+from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
 from chronicals.ui.frame import card, frame, heading
-from chronicals.ui.job_panel import CommandPanel, fields_by_words
+from chronicals.ui.job_panel import CommandPanel
 from chronicals.ui.place import Place, read_record
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
@@ -19,7 +19,7 @@ from chronicals.ui.words import Say
 PROOF = ".proof.json"
 """End of the name of an artefact's proof (``export/artefact.py``)."""
 
-FIELDS = (
+FIELDS: tuple[CommandField, ...] = (
     ("model", "text", "", ()),
     ("to", "text", "merged", ()),
     ("output", "text", "", ()),
@@ -38,7 +38,7 @@ def add_export(services: Services) -> None:
             services.drafts.fill_in("export", "model", model)
         with frame(services, "export") as say:
             heading(say("nav.export"), say("export.about"))
-            fields = fields_by_words(say, "export", FIELDS, "model")
+            fields = fields_by_words(say, "export", FIELDS, ["model"])
             paths = ["model", "output", "base_model", "data"]
             form = CommandForm(services.place, ["export"], fields, ["model"], paths)
 

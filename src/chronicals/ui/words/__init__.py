@@ -26,7 +26,7 @@ def words_of(language: str) -> Say:
     """Return a function from the name of a text, and its values, to the text."""
     found = texts(language)
 
-    def say(name: str, **values: object) -> str:
+    def say(name: str, /, **values: object) -> str:
         return found[name].format(**values) if values else found[name]
 
     return say
