@@ -122,6 +122,7 @@ def test_alpha_keeps_the_ratio_of_the_recipe(tmp_path):
     own = {"use_lora": True, "lora_rank": 16, "lora_alpha": 32}
     found = space(tmp_path, tuned={"lora_rank": [8, 64]}, **own)
     assert found.recipe_of({"lora_rank": 8}).lora_alpha == 16
+    assert found.flat_fields({"lora_rank": 8}) == {"lora_rank": 8, "lora_alpha": 16.0}
     both = space(tmp_path, tuned={"lora_rank": [8, 64], "lora_alpha_ratio": [1, 4]}, **own)
     assert both.recipe_of({"lora_rank": 64, "lora_alpha_ratio": 4}).lora_alpha == 256
     assert both.own() == {"lora_rank": 16, "lora_alpha_ratio": 2.0}
@@ -133,6 +134,7 @@ def test_settings_of_the_objective_have_its_name_before_them(tmp_path):
     own = {"objective": "dpo", "dpo": {"reference_model": "r"}}
     found = space(tmp_path, "rewards/accuracies", {"dpo.beta": [0.01, 0.5, "log"]}, **own)
     assert found.own() == {"dpo.beta": 0.1}
+    assert found.flat_fields({"dpo.beta": 0.2}) == {"dpo.beta": 0.2}
     assert found.recipe_of({"dpo.beta": 0.2}).sections == {
         "dpo": {"reference_model": "r", "beta": 0.2}
     }

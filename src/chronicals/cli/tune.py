@@ -93,10 +93,13 @@ def _follow(tuner: Tuner, console: Console) -> None:
     """Run a study to its end, and print its events.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; the study goes on with the same command.
+        Interrupted: Ctrl-C was pressed, or SIGTERM came; the study goes on with the same command.
     """
+    import signal
+
     from chronicals.training.errors import Interrupted
 
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it means Ctrl-C, too
     tuner.start()
     try:
         while tuner.is_running():
@@ -108,6 +111,8 @@ def _follow(tuner: Tuner, console: Console) -> None:
         raise Interrupted(
             f"stopped; the same command goes on with the study in {tuner.study.folder}"
         ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _show_events(tuner, console)
     if tuner.error is not None:
         raise tuner.error

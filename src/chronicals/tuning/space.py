@@ -233,6 +233,13 @@ class Space:
             fields[SECTIONS_FIELD] = sections
         return fields
 
+    def flat_fields(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that values stand for, with settings of sections as ``dpo.beta``."""
+        fields = self.fields(params)
+        for section, settings in fields.pop(SECTIONS_FIELD, {}).items():
+            fields |= {f"{section}.{name}": value for name, value in settings.items()}
+        return fields
+
     def recipe_of(self, params: Mapping[str, Any]) -> Recipe:
         """Return the user's recipe with the values of some dimensions.
 

@@ -298,7 +298,8 @@ class Tuner:
 
     def _begin(self, params: Mapping[str, Any], seed: int, repeats: int | None = None) -> Trial:
         number = len(self.study.trials())
-        trial = Trial(number, params, seed, repeats, began=time.time())
+        fields = self.space.flat_fields(params)
+        trial = Trial(number, params, seed, repeats, began=time.time(), fields=fields)
         self.study.add(trial)
         self._tell_of(trial)
         return trial
