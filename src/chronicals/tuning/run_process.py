@@ -89,6 +89,8 @@ class RunProcess:
         Args:
             save: whether it may finish its step and write a checkpoint.
         """
+        if self.ended():
+            return
         with suppress(ProcessLookupError):
             if save:
                 os.killpg(self._process.pid, signal.SIGTERM)

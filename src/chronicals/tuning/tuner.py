@@ -240,9 +240,10 @@ class Tuner:
 
             budget = (self._measure or budget_of)(self.recipe)
         self.study.begin({**about, "budget": asdict(budget)})
-        if "learning_rate" not in self.recipe.explicit:
-            self.recipe = self.recipe.fitted(learning_rate=budget.learning_rate)
-            self.space = replace(self.space, recipe=self.recipe)
+        measured = {name: value for name, value in asdict(budget).items() if name != "steps"}
+        fitted = {name: measured[name] for name in measured.keys() - self.recipe.explicit}
+        self.recipe = self.recipe.fitted(**fitted)
+        self.space = replace(self.space, recipe=self.recipe)
         return schedule_of(budget, self.settings, self.space)
 
     def _search_of(self, schedule: Schedule) -> Search:
