@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from chronicals.tuning.run_process import MetricsTail, RunProcess
+from chronicals.training.errors import TrainingError
+from chronicals.training.run.lock import locked
+from chronicals.tuning.run_process import MetricsTail, RunProcess, wait_until_free
 from chronicals.tuning.trial import State
 
 
@@ -63,3 +65,21 @@ def test_words_of_an_earlier_attempt_do_not_count(tmp_path):
     (tmp_path / "log.txt").write_text("out of memory\n")
     assert outcome(tmp_path, "raise SystemExit(1)") == (State.FAILED, "ended with status 1")
     assert outcome(tmp_path, "print(1)") is None
+
+
+def test_a_run_waits_until_the_one_before_has_let_go(tmp_path, monkeypatch):
+    held = locked(tmp_path)
+    held.__enter__()
+    looks = []
+
+    def let_go(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            held.__exit__(None, None, None)
+
+    monkeypatch.setattr("chronicals.tuning.run_process.time.sleep", let_go)
+    wait_until_free(tmp_path)
+    assert len(looks) == 3
+    monkeypatch.setattr("chronicals.tuning.run_process.FREE_SECONDS", 0.0)
+    with locked(tmp_path), pytest.raises(TrainingError, match="another process writes this run"):
+        wait_until_free(tmp_path)
