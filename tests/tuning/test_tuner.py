@@ -218,6 +218,7 @@ def test_all_trials_share_seed_and_held_out_rows(tmp_path):
     assert all(trial.fields == trial.params for trial in tuned.study.trials())
     about = json.loads((tuned.study.folder / "study.json").read_text())
     assert about["space"]["learning_rate"] == [1e-5, 0.1, "log"]
+    assert about["settings"]["direction"] == "minimize"
 
 
 @pytest.mark.slow
@@ -233,6 +234,8 @@ def test_the_fastest_settings_compute_the_same_steps(tmp_path):
         else:
             assert trial.value == 100.0 * trial.params["batch_size"]
     assert {trial.repeats for trial in trials} == {None}
+    about = json.loads((tuned.study.folder / "study.json").read_text())
+    assert about["settings"]["direction"] == "maximize"
     results = tuned.results()
     assert results.is_better and results.best[0].trial.params["batch_size"] == 4
     said = tuned.apply(tmp_path / "recipe.yaml")
