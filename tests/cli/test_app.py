@@ -486,6 +486,26 @@ def test_an_answer_is_printed_as_it_is(within, let_return):
     assert within("generate", "out", typed="what?\n").stdout == SAID + "\n"
 
 
+def test_a_question_in_json_brings_what_was_said_before(within, let_return, monkeypatch):
+    let_return(generation, load_trained=types.SimpleNamespace(chats=True))
+    seen = []
+
+    def answer(trained, prompt, say=None, **settings):
+        seen.append(prompt)
+        return "yes"
+
+    monkeypatch.setattr(generation.answer, "generate_answer", answer)
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked = [{"prompt": "c", "messages": before}, {"prompt": "d"}]
+    typed = "".join(json.dumps(one) + "\n" for one in asked)
+    assert within("generate", "out", "--json-lines", "--system", "s", typed=typed).code == 0
+    system = {"role": "system", "content": "s"}
+    assert seen == [
+        [system, *before, {"role": "user", "content": "c"}],
+        [system, {"role": "user", "content": "d"}],
+    ]
+
+
 def test_quickstart_prints_words_as_they_are(within, let_return, tmp_path):
     from chronicals.training import quickstart
     from chronicals.training.quickstart import Answer, Quickstart

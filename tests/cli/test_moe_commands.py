@@ -105,6 +105,12 @@ def test_from_sizes_to_predictions(run, tmp_path):
     )
 
 
+def test_parameters_are_counted_without_the_model(run, tmp_path):
+    code, counted, _ = new(run, "--count")
+    assert code == 0 and "parameters" in counted and not (tmp_path / "model").exists()
+    assert new(run)[1] == counted and (tmp_path / "model").exists()
+
+
 @pytest.mark.slow
 def test_part_of_the_data_is_traced(run, tmp_path):
     new(run)

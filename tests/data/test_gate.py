@@ -23,6 +23,7 @@ from chronicals.data import (
     Tokenizer,
     TokenStore,
     build_store,
+    open_divided,
     open_held_out,
     open_store,
 )
@@ -290,6 +291,17 @@ def test_equal_rows_stay_on_one_side_of_a_split(tmp_path):
     )
     written = json.loads((tmp_path / "reports" / "eval_dataset.json").read_text())
     assert written["data"] == "validation_split=0.25" and written["documents"] == len(rest)
+
+
+def test_the_rows_that_are_held_out_have_a_seed_of_their_own(tmp_path):
+    def held_out(**seeds):
+        config = ChronicalsConfig(
+            cache_dir=tmp_path, max_seq_length=WIDTH, validation_split=0.25, **seeds
+        )
+        return open_divided(CLEAN, tiny.tokenizer(), config)[1].rows.tolist()
+
+    assert held_out(seed=1) == held_out(seed=2, validation_seed=1) != held_out(seed=2)
+    assert held_out(seed=2) == held_out(seed=1, validation_seed=2)
 
 
 def test_pieces_of_a_long_text_may_fall_on_both_sides(tmp_path):

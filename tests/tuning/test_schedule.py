@@ -50,6 +50,13 @@ def test_trials_see_the_same_tokens_whatever_their_batch(tmp_path):
         assert [leg.ends_at for leg in legs] == [1, 3]
 
 
+def test_the_batch_of_a_trial_is_not_fitted_anew(tmp_path):
+    for own in ({"max_steps": 180}, {"lr_scheduler": "wsd", "max_steps": 180}):
+        made, space = schedule(tmp_path, {"batch_size": [1, 2, 8]}, own=own)
+        for leg in made.legs(space.recipe_of({"batch_size": 8})):
+            assert leg.fields["batch_size"] == 8 and leg.fields["gradient_accumulation_steps"] == 2
+
+
 @pytest.mark.parametrize("scheduler", ["wsd", "constant"])
 def test_a_constant_rate_is_compared_as_it_goes_on(tmp_path, scheduler):
     """After the warm-up and before the decay, at equal tokens."""

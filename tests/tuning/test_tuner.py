@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 from scripted import tuner
@@ -143,7 +145,7 @@ def what_came(trials):
     ]
 
 
-SHORT = {"trials": 12, "repeats": 1}
+SHORT = {"trials": 10, "repeats": 1}
 
 
 def run_to_its_end(folder):
@@ -160,7 +162,7 @@ def test_killed_at_random_moments_it_is_the_study_that_was_not_killed(tmp_path):
     while True:
         process = fork.Process(target=run_to_its_end, args=(tmp_path / "killed",))
         process.start()
-        process.join(rng.uniform(0.05, 0.6) if kills < 20 else 60)
+        process.join(rng.uniform(0.05, 0.4) if kills < 20 else 60)
         if process.exitcode is not None:
             break
         process.kill()
@@ -176,6 +178,21 @@ def test_killed_at_random_moments_it_is_the_study_that_was_not_killed(tmp_path):
     folders = [path.name for path in (tmp_path / "killed" / "study" / "trials").iterdir()]
     assert sorted(folders) == [trial.name for trial in trials]
     assert State.RUNNING not in {trial.state for trial in trials}
+
+
+@pytest.mark.slow
+def test_a_report_that_nobody_has_judged_yet_is_judged_first(tmp_path):
+    """The tuner was killed between a report and what follows from it."""
+    tuned = tuner(tmp_path, trials=14, repeats=0)
+    trials = ended(tuned)
+    last = max(t.number for t in trials if t.state == State.PRUNED)
+    for trial in trials[last:]:
+        shutil.rmtree(tuned.study.folder_of(trial))
+    reported = replace(trials[last], state=State.RUNNING, reason="", ended=None)
+    tuned.study.add(reported)
+    again = ended(tuner(tmp_path, trials=14, repeats=0))
+    assert what_came(again) == what_came(trials)
+    assert not [*tuned.study.folder_of(reported).glob("run")]
 
 
 @pytest.mark.slow
@@ -198,8 +215,10 @@ def test_all_trials_share_seed_and_held_out_rows(tmp_path):
     assert {one["validation_seed"] for one in read} == {7}
     assert {one["seed"] for one in read} == {7, 8}
     assert not any("tune" in one and one["tune"] for one in read)
+    assert all(trial.fields == trial.params for trial in tuned.study.trials())
     about = json.loads((tuned.study.folder / "study.json").read_text())
     assert about["space"]["learning_rate"] == [1e-5, 0.1, "log"]
+    assert about["settings"]["direction"] == "minimize"
 
 
 @pytest.mark.slow
@@ -215,6 +234,8 @@ def test_the_fastest_settings_compute_the_same_steps(tmp_path):
         else:
             assert trial.value == 100.0 * trial.params["batch_size"]
     assert {trial.repeats for trial in trials} == {None}
+    about = json.loads((tuned.study.folder / "study.json").read_text())
+    assert about["settings"]["direction"] == "maximize"
     results = tuned.results()
     assert results.is_better and results.best[0].trial.params["batch_size"] == 4
     said = tuned.apply(tmp_path / "recipe.yaml")

@@ -9,8 +9,9 @@ import pytest
 from chronicals.config import ConfigurationError
 from chronicals.ui.jobs import Jobs
 from chronicals.ui.metrics import Metrics, smoothed, thinned
+from chronicals.ui.panels import rewards_in_words
 from chronicals.ui.place import Place
-from chronicals.ui.runs import Runs, run_folders
+from chronicals.ui.runs import Runs, last_records, run_folders
 
 
 @pytest.fixture
@@ -130,3 +131,23 @@ def test_thinning_keeps_what_stands_out():
 def test_the_mean_of_a_constant_is_the_constant_from_its_first_point():
     assert smoothed([(1, 3.0), (2, 3.0)]) == [(1, pytest.approx(3.0)), (2, pytest.approx(3.0))]
     assert smoothed([(1, 0.0), (2, 1.0)], share=0.5)[1][1] == pytest.approx(2 / 3)
+
+
+def test_the_last_samples_are_read_and_a_torn_line_is_left_out(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    assert last_records(file, 2) == []
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n{"pro')
+    assert last_records(file, 2) == [{"prompt": "b"}, {"prompt": "c"}]
+
+
+def test_rewards_of_an_answer_in_words():
+    answer = {
+        "text": "x",
+        "complete": True,
+        "reward": 1.25,
+        "advantage": -0.5,
+        "rewards": {"a": 1.25},
+    }
+    assert rewards_in_words(answer) == "reward 1.25 · advantage -0.5"
+    several = {**answer, "reward": None, "rewards": {"a": 1.0, "b": None}}
+    assert rewards_in_words(several) == "advantage -0.5 · a 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +48,9 @@ def new(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights: bf16, fp16 or fp32")] = "bf16",
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights")] = 42,
+    count: Annotated[
+        bool, typer.Option("--count", help="Print the number of parameters, and write nothing")
+    ] = False,
 ) -> None:
     """Make a native mixture of experts with random weights, to be pretrained.
 
@@ -80,9 +84,11 @@ def new(
     except StrictDataclassError as error:  # a field's type, or sizes that do not fit each other
         raise ConfigurationError(f"set: {error.__cause__ or error}") from None
     torch.manual_seed(seed)
-    model = ChronicalsMoeForCausalLM(config).to(WEIGHT_DTYPES[dtype])
-    model.save_pretrained(output)
-    words.save_pretrained(output)
+    with torch.device("meta") if count else nullcontext():
+        model = ChronicalsMoeForCausalLM(config).to(WEIGHT_DTYPES[dtype])
+    if not count:
+        model.save_pretrained(output)
+        words.save_pretrained(output)
     total = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     active = total - experts + experts * config.num_experts_per_tok // config.num_experts

@@ -79,6 +79,7 @@ def plan_command(
     their configurations alone. For one card it prints by part what the card holds at the largest
     moment of a step, and what is in host memory and on the disk; and the time of a step by part, at
     the rates of a card (`--card`; `chronicals doctor --rates` measures those of this machine's).
+    `--preset long-context --gpu-memory 80` plans the longest document that fits.
 
     With `--gpus 8,64,1024` it prints for each number of cards what a card holds at most, and
     whether that fits; the bytes that it sends in an optimizer step, counted by running the sums and
@@ -86,7 +87,7 @@ def plan_command(
     computation.
     """
     from chronicals.config import Recipe
-    from chronicals.config.presets import AUTO_PRESET
+    from chronicals.config.presets import AUTO_PRESET, LONG_PRESET
 
     make_room_for(output)
     in_file = {} if recipe is None else Recipe.read_yaml(recipe)
@@ -105,15 +106,21 @@ def plan_command(
         planned_model,
         rates_here,
     )
+    from chronicals.planning.longest import longest_document
     from chronicals.planning.ways import card_here, with_way
 
     counts = _counts(gpus)
     if preset == AUTO_PRESET:
         given = with_way(given, given.config().card_bytes or card_here(), counts[0])
+    rates, whose, memory = rates_here() if card is None else asked_rates(card)
+    longest = None
+    if preset == LONG_PRESET and "max_seq_length" not in {**in_file, **flags}:
+        given = given.replace(fit="settings")
+        longest = longest_document(given, given.config().card_bytes or memory, counts[0])
+        given = given.replace(max_seq_length=longest)
     config = given.config()
     objective = build_objective(config)
     uncounted = objective.unplanned_costs(config)
-    rates, whose, memory = rates_here() if card is None else asked_rates(card)
     machines = Machines(
         memory=config.card_bytes or memory,
         cards=cards,
@@ -132,6 +139,11 @@ def plan_command(
         print(to_json([one.to_dict() for one in plans], indent=2))  # noqa: T201
     else:
         _show_plans(plans, machines, whose, uncounted)
+    if longest is not None and not as_json:
+        typer.echo(
+            f"The longest document that fits has {longest:,} tokens (max_seq_length={longest}); a "
+            f"step of {config.gradient_accumulation_steps} takes {plans[0].seconds:,.1f} s."
+        )
 
 
 def _counts(texts: Sequence[str]) -> list[int]:

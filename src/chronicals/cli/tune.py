@@ -38,7 +38,7 @@ def tune_command(
         str | None,
         typer.Option(
             help="What is compared: loss (held-out cross-entropy), a held-out metric of the "
-            "objective, or tokens_per_second [loss]"
+            "objective, or tokens_per_second [the objective's]"
         ),
     ] = None,
     study: Annotated[
@@ -64,11 +64,16 @@ def tune_command(
     however it ended.
     """
     from chronicals.config import Recipe
+    from chronicals.config.presets import AUTO_PRESET
     from chronicals.tuning import Tuner
 
     make_room_for(apply, "apply")
     make_room_for(export, "export")
     given = with_known_names(Recipe.given(preset, recipe, **flags))
+    if preset == AUTO_PRESET:
+        from chronicals.planning.ways import with_way_of_this_machine
+
+        given = with_way_of_this_machine(given)
     asked = {"trials": trials, "metric": metric}
     tune = {name: value for name, value in asked.items() if value is not None}
     tuner = Tuner(given, study, tune)
@@ -93,10 +98,13 @@ def _follow(tuner: Tuner, console: Console) -> None:
     """Run a study to its end, and print its events.
 
     Raises:
-        Interrupted: Ctrl-C was pressed; the study goes on with the same command.
+        Interrupted: Ctrl-C was pressed, or SIGTERM came; the study goes on with the same command.
     """
+    import signal
+
     from chronicals.training.errors import Interrupted
 
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it means Ctrl-C, too
     tuner.start()
     try:
         while tuner.is_running():
@@ -108,6 +116,8 @@ def _follow(tuner: Tuner, console: Console) -> None:
         raise Interrupted(
             f"stopped; the same command goes on with the study in {tuner.study.folder}"
         ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _show_events(tuner, console)
     if tuner.error is not None:
         raise tuner.error

@@ -15,6 +15,9 @@ from chronicals.config.errors import ConfigurationError
 AUTO_PRESET = "auto"
 """Name of the preset of this machine's card, which needs the model (``planning.ways``)."""
 
+LONG_PRESET = "long-context"
+"""Name of the preset of long documents, of which a plan tells the longest (``planning.longest``)."""
+
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 """GB of the cards of presets, which are also those named where a run does not fit: from an RTX 3060
 Ti to an H200."""
@@ -54,7 +57,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lora_rank": 16,
         "lora_alpha": 32,
     },
-    "long-context": {
+    LONG_PRESET: {
         "batch_size": 1,
         "max_seq_length": 32768,
         "gradient_accumulation_steps": 4,

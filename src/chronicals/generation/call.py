@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from chronicals.generation.decode_graphs import DecodeGraphs, Slots
 from chronicals.generation.drawing import Choices, draw
 from chronicals.generation.exact import ExactPass
+from chronicals.generation.expert_notes import ExpertNotes
 from chronicals.generation.pages import SCRATCH_PAGE, LayerPages, PagePool
 from chronicals.generation.passes import (
     ChunkKeys,
@@ -127,6 +129,7 @@ class Call:
         # anyway, and a penalty needs all tokens of a text
         self._reads_behind = graphs is not None and penalties <= {None, 1.0}
         self._longest = max(len(one.prompt.request.prompt) + one.prompt.limit for one in samples)
+        self._notes = ExpertNotes.of(model, samples, self._longest, self._device)
 
     @property
     def is_unfinished(self) -> bool:
@@ -152,6 +155,8 @@ class Call:
                     self.stop("time")
                     break
             self.step(each)
+        if self._notes is not None:
+            self._notes.deliver()
 
     def step(self, each: Callable[[int, int, list[int]], None] | None) -> None:
         """Queue first tokens, or a prefill pass, or decode steps; read what was drawn.
@@ -303,7 +308,8 @@ class Call:
             backend = self.settings.attention_backend
             paged = self._layers, self._latents, places
             over = DecodePass(*paged, tables, lengths, slots.shared, backend)
-        states = self._states(slots.ids, slots.positions, over)
+        with nullcontext() if self._notes is None else self._notes.taken(slots):
+            states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)
         slots.ids.copy_(drawn.tokens)
         slots.positions.add_(1)
@@ -348,7 +354,10 @@ class Call:
             samples, len(ids), self.settings.page_size, self._device
         )
         as_tensor = self._as_tensor
-        return Slots(last, as_tensor(positions), as_tensor(table), choices, seen, shared)
+        noted = None
+        if self._notes is not None:
+            noted = as_tensor(self._notes.rows([*samples, *[None] * padding]))
+        return Slots(last, as_tensor(positions), as_tensor(table), choices, seen, shared, noted)
 
     def _seen(self, samples: Sequence[Sample], rows: int) -> Tensor:
         """Return which tokens of the vocabulary each text has, bool ``[N, V]``."""

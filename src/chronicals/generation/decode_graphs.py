@@ -45,6 +45,7 @@ class Slots:
         choices: settings of the draws.
         seen: bool ``[N, V]``, tokens of each text; None without repetition penalties.
         shared: which answers share the pages of their prompt, or None.
+        noted: int64 ``[N]``, where the experts of their tokens are noted, or None.
     """
 
     ids: Tensor
@@ -53,6 +54,7 @@ class Slots:
     choices: Choices
     seen: Tensor | None
     shared: SharedPages | None = None
+    noted: Tensor | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -68,7 +70,7 @@ class Slots:
             static.copy_(given, non_blocking=True)
 
     def _tensors(self) -> list[Tensor]:
-        found = [self.ids, self.positions, self.pages, self.seen]
+        found = [self.ids, self.positions, self.pages, self.seen, self.noted]
         for part in (self.choices, self.shared):
             found += [getattr(part, field.name) for field in fields(part)] if part else []
         return [x for x in found if isinstance(x, Tensor)]

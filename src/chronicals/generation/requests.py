@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from chronicals.generation.sampling import Sampling
 from chronicals.models import last_position
 
@@ -66,6 +68,7 @@ class Request:
         number: identifies the request's random numbers. Answers depend on the seed, on this number
             and on the place of the answer, not on what is generated beside them.
         ending: what ends an answer.
+        notes_experts: note the experts that the tokens of the answers go to, in a mixture.
 
     Raises:
         ValueError: a value is out of its range.
@@ -77,6 +80,7 @@ class Request:
     answers: int = 1
     number: int = 0
     ending: Ending = field(default_factory=Ending)
+    notes_experts: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -104,6 +108,8 @@ class Answer:
         entropies: of the model's own distribution at each token, in nats.
         ended: ``stop`` at a stop token or string, ``length`` after ``max_new_tokens``,
             ``positions`` where the model has no further ones, ``time`` after the time limit.
+        experts: int16 ``[n - 1, L, k]``, the experts that each token but the last went to, in each
+            layer that has them; None where they are not noted.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -111,6 +117,7 @@ class Answer:
     full_log_probabilities: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     ended: Literal["", "stop", "length", "positions", "time"] = ""
+    experts: Tensor | None = field(default=None, compare=False)
 
 
 def new_tokens_within(model: Any, prompt: int, asked: int, what: str) -> int:

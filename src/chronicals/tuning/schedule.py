@@ -56,13 +56,22 @@ class Budget:
         """Packs of a run; with the tokens of a pack, its tokens."""
         return self.steps * self.batch_size * self.gradient_accumulation_steps
 
-    def packs_a_step(self, recipe: Recipe) -> int:
-        """Return the packs of a step of a trial on one process."""
-        batch = {
+    def batch_of(self, recipe: Recipe) -> dict[str, int]:
+        """Return the batch of a trial: what was set, and of the rest what was fitted to the data.
+
+        A run would fit it to what was set, and other trials then saw other numbers of tokens.
+        """
+        fitted = {
             name: getattr(self, name) for name in ("batch_size", "gradient_accumulation_steps")
         }
-        given = {name: getattr(recipe, name) for name in batch if name in recipe.explicit}
-        return math.prod({**batch, **given}.values())
+        return {
+            name: getattr(recipe, name) if name in recipe.explicit else size
+            for name, size in fitted.items()
+        }
+
+    def packs_a_step(self, recipe: Recipe) -> int:
+        """Return the packs of a step of a trial on one process."""
+        return math.prod(self.batch_of(recipe).values())
 
     def accumulation(self, batch_size: int) -> int:
         """Return the passes of a step with which another batch takes as many packs as the user's own.
@@ -138,16 +147,17 @@ class WholeSchedules:
     def legs(self, recipe: Recipe) -> Sequence[Leg]:
         """Return a run for each schedule; the last one is as long as the recipe says."""
         whole = self.budget.steps_of(recipe)
+        batch = self.budget.batch_of(recipe)
         legs: list[Leg] = []
         units = 1
         while units < self.units:
             steps = max(round(whole * units / self.units), 1)
-            fields: dict[str, Any] = {"max_steps": steps, "num_epochs": None}
+            fields: dict[str, Any] = {**batch, "max_steps": steps, "num_epochs": None}
             if "warmup_steps" in recipe.explicit:
                 fields["warmup_ratio"] = min(recipe.warmup_steps / whole, 0.99)
             legs.append(Leg(f"short-{units}", fields, units))
             units *= REDUCTION
-        return [*legs, Leg(WHOLE, whole_length(recipe, whole), self.units)]
+        return [*legs, Leg(WHOLE, {**batch, **whole_length(recipe, whole)}, self.units)]
 
 
 @dataclass(frozen=True)
@@ -195,7 +205,8 @@ class Trunk:
             for unit in range(1, self.units)
             if begin < every * unit <= end and every * unit < whole
         }
-        fields = {**whole_length(recipe, whole), "eval_steps": every}
+        batch = self.budget.batch_of(recipe)
+        fields = {**batch, **whole_length(recipe, whole), "eval_steps": every}
         return [Leg(WHOLE, fields, self.units, reports)]
 
 
@@ -212,8 +223,7 @@ class TimedSteps:
         Raises:
             ConfigurationError: its batch does not divide a step.
         """
-        own = "batch_size" in recipe.explicit
-        size = recipe.batch_size if own else self.budget.batch_size
+        size = self.budget.batch_of(recipe)["batch_size"]
         fields = {
             "batch_size": size,
             "max_steps": UNTIMED_STEPS + TIMED_STEPS,

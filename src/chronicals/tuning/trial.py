@@ -39,6 +39,7 @@ class Trial:
     Attributes:
         number: of the trial in its study, from 0.
         params: values by dimension of the space.
+        fields: of the recipe that they stand for; settings of sections as ``dpo.beta``.
         seed: of its runs.
         repeats: number of the trial that it repeats with another seed; None in the search.
         state: see ``State``.
@@ -59,6 +60,7 @@ class Trial:
     reason: str = ""
     began: float = 0.0
     ended: float | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chronicals.ui.metrics import Metrics, Point, smoothed, thinned
+from chronicals.ui.metrics import Curve, Metrics, Point
 
 COLOURS = ("#3b76e1", "#dd7a2a", "#2c9c74", "#b4519c", "#98842c", "#6a7a8c")
 """Colours of runs; each has a contrast of 3 : 1 to white and to the dark ground (WCAG 1.4.11)."""
@@ -31,9 +31,6 @@ FIRST = ("loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second")
 LAST = ("fill", "memory_gib", "epoch")
 """Metrics that are drawn before and after those of the objective."""
 
-SMOOTH_FROM = 50
-"""Points from which a curve has its mean beside it."""
-
 
 def drawn(runs: Sequence[Metrics]) -> list[str]:
     """Return the metrics of some runs that are not zero throughout, in the order of their charts."""
@@ -44,22 +41,20 @@ def drawn(runs: Sequence[Metrics]) -> list[str]:
     return [name for name in (*FIRST, *others, *LAST) if name in names]
 
 
-def line_chart(metric: str, curves: Mapping[str, Sequence[Point]]) -> dict[str, Any]:
+def line_chart(curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the options of a chart with a curve for each run.
 
-    A long curve is drawn pale, and its exponential mean over it.
+    A curve with a mean is drawn pale, and its mean over it.
 
     Args:
-        metric: its name.
-        curves: points by the name of their run.
+        curves: by the name of their run.
     """
     series: list[dict[str, Any]] = []
-    for number, (run, points) in enumerate(curves.items()):
+    for number, (run, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
-        rough = len(points) >= SMOOTH_FROM and metric not in ("learning_rate", "epoch")
-        series.append(_series(run, thinned(list(points)), colour, 0.28 if rough else 1.0))
-        if rough:
-            series.append(_series(run, thinned(smoothed(list(points))), colour, 1.0))
+        series.append(_series(run, curve.points, colour, 0.28 if curve.mean else 1.0))
+        if curve.mean:
+            series.append(_series(run, curve.mean, colour, 1.0))
     several = len(curves) > 1
     return {
         "animation": False,
@@ -102,7 +97,7 @@ def _series(name: str, points: list[Point], colour: str, opacity: float) -> dict
     return {
         "type": "line",
         "name": name,
-        "data": [list(point) for point in points],
+        "data": points,
         "showSymbol": len(points) < 3,
         "lineStyle": {"color": colour, "width": 1.6, "opacity": opacity},
         "itemStyle": {"color": colour},

@@ -129,7 +129,8 @@ class DraftForm:
             made = self._input(one)
             made.classes("field-input").props(f'aria-label="{one.name}" data-field="{one.name}"')
             made.on_value_change(lambda event: self._typed(one.name, event.value))
-            ui.label(one.help).classes("field-help")
+            if one.help:
+                ui.label(one.help).classes("field-help")
             fault = ui.label().classes("field-fault").props('role="alert"')
         self.inputs[one.name] = FieldInput(one, box, made, fault)
 

@@ -28,7 +28,7 @@ SHADES = {None: "auto", False: "light", True: "dark"}
 
 NAVIGATION: dict[str, dict[str, str]] = {
     "": {"runs": "/", "chat": "/chat"},
-    "prepare": {"data": "/data", "configuration": "/configuration/sft"},
+    "prepare": {"data": "/data", "configuration": "/configuration/sft", "mixture": "/mixture"},
     "train": {f"stage.{name}": f"/train/{name}" for name in OBJECTIVES},
     "measure": {"tuner": "/tuner", "benchmark": "/benchmark", "experts": "/experts"},
     "deliver": {"export": "/export", "doctor": "/doctor"},

@@ -9,6 +9,12 @@ from pathlib import Path
 
 Point = tuple[float, float]
 
+NO_MEAN = ("learning_rate", "epoch")
+"""Metrics that are smooth by themselves."""
+
+SMOOTH_FROM = 50
+"""Points from which a curve has its mean beside it."""
+
 NOT_DRAWN = {"step", "time", "skipped", "targets", "tokens"}
 """Numbers of a line that are no curves."""
 
@@ -17,6 +23,19 @@ SHOWN_POINTS = 1000
 
 SMOOTHING = 0.92
 """Share of the mean before a point in the mean after it (exponential)."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve as a page draws it.
+
+    Attributes:
+        points: at most ``SHOWN_POINTS`` of its points.
+        mean: the exponential mean at as many; empty for a short or smooth curve.
+    """
+
+    points: list[Point]
+    mean: list[Point]
 
 
 @dataclass
@@ -36,6 +55,17 @@ class Metrics:
     began: float | None = None
     last: float | None = None
     _position: tuple[int, int] = (0, 0)
+    _drawn: dict[str, tuple[int, Curve]] = field(default_factory=dict)
+
+    def curve(self, name: str) -> Curve:
+        """Return a metric as it is drawn; it is thinned once for all pages."""
+        points = self.curves.get(name, [])
+        count, known = self._drawn.get(name, (-1, Curve([], [])))
+        if count != len(points):
+            has_mean = len(points) >= SMOOTH_FROM and name not in NO_MEAN
+            known = Curve(thinned(points), thinned(smoothed(points)) if has_mean else [])
+            self._drawn[name] = (len(points), known)
+        return known
 
     @property
     def step(self) -> int:
@@ -59,6 +89,7 @@ class Metrics:
                 anew = inode != about.st_ino or about.st_size < offset
                 if anew:
                     self.curves, self.began, self.last, offset = {}, None, None, 0
+                    self._drawn = {}
                 file.seek(offset)
                 added = file.read()
         except OSError:

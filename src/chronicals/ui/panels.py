@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,15 +16,18 @@ from chronicals.ui.charts import TITLES, drawn, line_chart
 from chronicals.ui.form import RecipeDraft
 from chronicals.ui.frame import card, chip, command_line
 from chronicals.ui.jobs import Job, last_lines, shown
-from chronicals.ui.metrics import Metrics
+from chronicals.ui.metrics import Curve, Metrics
 from chronicals.ui.place import replace_file
 from chronicals.ui.recipes import Faults
-from chronicals.ui.runs import Run
+from chronicals.ui.runs import SAMPLES, Run, last_records
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
 
 SECONDS_OF_STILLNESS = 0.5
 """A plan is computed when nothing was typed for so long."""
+
+SHOWN_SAMPLES = 2
+"""Prompts whose last answers are shown."""
 
 SHOWN_LINES = 200
 """Lines at the end of an output that a page shows; the whole one is behind a link."""
@@ -59,7 +62,11 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class PlanPanel:
-    """Parameters, memory and time of a draft, as ``chronicals plan`` tells them."""
+    """Parameters, memory and time of a draft, as ``chronicals plan`` tells them.
+
+    Attributes:
+        fits: what the plan of the draft as it stands says; None before it is there.
+    """
 
     services: Services
     draft: RecipeDraft
@@ -67,6 +74,7 @@ class PlanPanel:
 
     def build(self) -> None:
         """Build the panel, which follows the draft."""
+        self.fits: bool | None = None
         self._due: float | None = None
         self._number = 0
         with card(self.say("plan.title"), "plan"):
@@ -77,6 +85,7 @@ class PlanPanel:
         self._touch()
 
     def _touch(self) -> None:
+        self.fits = None
         self._due = time.monotonic() + SECONDS_OF_STILLNESS
 
     async def _when_still(self) -> None:
@@ -113,6 +122,7 @@ class PlanPanel:
             ui.label(text).classes("quiet pre")
 
     def _show(self, plan: dict[str, Any]) -> None:
+        self.fits = plan["fits"]
         space = plan["space"]
         self.body.clear()
         with self.body:
@@ -175,6 +185,7 @@ class RunPanel:
         self._charts: dict[str, ui.echart] = {}
         self.top = ui.element("div").classes("run-top")
         self.charts = ui.element("div").classes("charts")
+        self.samples = ui.element("div").classes("rows")
         with card(self.say("run.output")):
             self.link = ui.element("div")
             self.output = ui.label().classes("log").props('tabindex="0" role="log"')
@@ -195,6 +206,7 @@ class RunPanel:
             self._shown = now
             self._show_top(run, state, metrics)
             self._show_charts(run, metrics, anew)
+            self._show_samples(run)
         self._show_output(run.job)
 
     def _empty(self) -> None:
@@ -234,10 +246,25 @@ class RunPanel:
             self._charts = {}
             with self.charts:
                 for name in names:
-                    self._charts[name] = chart_box(name, {run.name: metrics.curves[name]})
+                    self._charts[name] = chart_box(name, {run.name: metrics.curve(name)})
             return
         for name, chart in self._charts.items():
-            redraw(chart, line_chart(name, {run.name: metrics.curves.get(name, [])}))
+            redraw(chart, line_chart({run.name: metrics.curve(name)}))
+
+    def _show_samples(self, run: Run) -> None:
+        """Show the last answers that the run drew, with their rewards."""
+        samples = last_records(run.folder / SAMPLES, SHOWN_SAMPLES)
+        self.samples.clear()
+        if not samples:
+            return
+        with self.samples, card(self.say("run.samples")):
+            for sample in samples:
+                ui.label(str(sample.get("prompt", ""))).classes("quiet pre-text")
+                with ui.element("div").classes("answers"):
+                    for answer in sample.get("answers", []):
+                        with ui.element("div").classes("answer"):
+                            ui.label(str(answer.get("text", ""))).classes("pre-text")
+                            ui.label(rewards_in_words(answer)).classes("quiet number")
 
     def _show_output(self, job: Job | None) -> None:
         if job is None:
@@ -253,11 +280,21 @@ class RunPanel:
                 ui.link(self.say("run.whole"), f"/file/log?job={quote(job.name)}", new_tab=True)
 
 
-def chart_box(metric: str, curves: dict[str, list]) -> ui.echart:
+def rewards_in_words(answer: Mapping[str, Any]) -> str:
+    """Return the reward and the advantage of an answer, and the single rewards if several."""
+    named = answer.get("rewards") or {}
+    values = {name: answer.get(name) for name in ("reward", "advantage")}
+    values |= named if len(named) > 1 else {}
+    return " · ".join(
+        f"{name} {value:.3g}" for name, value in values.items() if isinstance(value, (int, float))
+    )
+
+
+def chart_box(metric: str, curves: Mapping[str, Curve]) -> ui.echart:
     """Build the chart of a metric, with its title."""
     with ui.element("figure").classes("chart"):
         ui.label(TITLES.get(metric, metric)).classes("chart-title")
-        return ui.echart(line_chart(metric, curves)).classes("chart-canvas")
+        return ui.echart(line_chart(curves)).classes("chart-canvas")
 
 
 def redraw(chart: ui.echart, options: dict[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.recipe import RESUME_FILE
-from chronicals.ui.jobs import Job, Jobs
+from chronicals.ui.jobs import Job, Jobs, last_lines
 from chronicals.ui.place import Place
 
 RunState = Literal["waiting", "starting", "running", "finished", "stopped", "failed", "unfinished"]
@@ -85,10 +88,17 @@ class Run:
         """Name of its objective; empty if its recipe cannot be read."""
         if self.job is not None and self.job.kind != "resume":
             return self.job.kind
+        file = self.folder / RESUME_FILE
         try:
-            return Recipe.read_yaml(self.folder / RESUME_FILE).get("objective", "sft")
-        except ConfigurationError:
+            return _objective_in(file, file.stat().st_mtime_ns)
+        except (ConfigurationError, OSError):
             return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _objective_in(file: Path, changed: int) -> str:
+    """Return the objective of a recipe as it was written at a time."""
+    return Recipe.read_yaml(file).get("objective", "sft")
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,15 @@ class Runs:
         ):
             number += 1
         return f"runs/{objective}-{number}"
+
+
+def last_records(file: Path, count: int) -> list[dict[str, Any]]:
+    """Return the last whole lines of JSON in a file; none if there is no file."""
+    records = []
+    for line in last_lines(file)[-count - 1 :]:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)][-count:]
 
 
 def is_run(folder: Path) -> bool:

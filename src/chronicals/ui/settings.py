@@ -6,6 +6,7 @@ They are the settings of each objective and of a native mixture of experts.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from typing import Any
 
@@ -22,7 +23,8 @@ def schemas() -> dict[str, Any]:
     sizes = {
         field.name: field.default
         for field in dataclasses.fields(ChronicalsMoeConfig)
-        if isinstance(field.default, PLAIN) and not field.name.startswith("_")
+        if isinstance(field.default, PLAIN)
+        and field.name in inspect.get_annotations(ChronicalsMoeConfig)
     }
     return {
         "objectives": {

@@ -39,6 +39,11 @@ class PromptRows:
         return found
 
 
+PROMPTS_NOTED = 2
+"""Prompts of a rollout of whose answers the experts are compared: a pass over all would take as long
+as a third of an update."""
+
+
 @dataclass(frozen=True)
 class DrawSettings:
     """How answers are drawn.
@@ -49,6 +54,7 @@ class DrawSettings:
         temperature: divides the logits; 0 takes the likeliest token each time.
         redraws: most times that a group whose rewards are all equal is drawn again.
         margin: tokens over which the penalty of long answers grows; None without that penalty.
+        noted: prompts of a rollout whose answers' experts are noted, in a mixture.
     """
 
     answers: int
@@ -56,6 +62,7 @@ class DrawSettings:
     temperature: float
     redraws: int = 0
     margin: int | None = None
+    noted: int = 0
 
     @classmethod
     def of(cls, given: RolloutSettings) -> DrawSettings:
@@ -66,6 +73,7 @@ class DrawSettings:
             given.temperature,
             given.redraws,
             given.margin if given.truncated == "shape" else None,
+            PROMPTS_NOTED,
         )
 
     @classmethod
@@ -141,6 +149,7 @@ class Draws:
                 given.answers,
                 int(numbers[place]) * (given.redraws + 1) + attempt,
                 self.ending,
+                place < given.noted and ranks.count == 1,
             )
             for place in range(ranks.rank, len(prompts), ranks.count)
         ]

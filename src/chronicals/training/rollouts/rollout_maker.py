@@ -107,6 +107,7 @@ class RolloutMaker:
             rewards.flatten().numpy(),
             np.zeros(len(flat), np.float32),
         )
+        shown |= self._experts_that_differ(rollout, flat)
         return self._finished(rollout, scores, rewards, shown)
 
     def _finished(
@@ -143,16 +144,35 @@ class RolloutMaker:
     def _pass(self, rollout: Rollout, scores: TokenScoring) -> np.ndarray:
         """Return log-probabilities of all answers' tokens by a pass of the trainer."""
         assert self.passes is not None
-        rows = self.draws.rows
+        return self.passes.log_probabilities(self._groups(rollout, len(rollout.prompts)), scores)
+
+    def _groups(self, rollout: Rollout, prompts: int) -> list[AnswerGroup]:
+        """Return the answers to the first prompts, all of which are trained."""
         groups = []
-        for place, prompt in enumerate(rollout.prompts):
+        for place, prompt in enumerate(rollout.prompts[:prompts]):
             numbers = range(place * rollout.answers, (place + 1) * rollout.answers)
             answers = [
                 DrawnAnswer(n, rollout.tokens[rollout.places(n)], True, 0.0, 0.0, {})
                 for n in numbers
             ]
-            groups.append(AnswerGroup(rows.ids(prompt), answers))
-        return self.passes.log_probabilities(groups, scores)
+            groups.append(AnswerGroup(self.draws.rows.ids(prompt), answers))
+        return groups
+
+    def _experts_that_differ(self, rollout: Rollout, answers: Sequence[Answer]) -> dict[str, float]:
+        """Return the share of the experts of drawn tokens that the trainer's pass does not choose.
+
+        It is of the answers whose experts were noted; nothing is returned without any.
+        """
+        noted = {n: one.experts for n, one in enumerate(answers) if one.experts is not None}
+        if self.passes is None or not noted:
+            return {}
+        passed = self.passes.experts(self._groups(rollout, len(noted) // rollout.answers))
+        differ = [
+            (drawn.long()[..., None] != passed[n][..., None, :]).all(-1).flatten()
+            for n, drawn in noted.items()
+        ]
+        chosen = torch.cat(differ)
+        return {"experts/differ": float(chosen.double().mean())} if len(chosen) else {}
 
     def _rewards(self, scores: AnswerScores, answers: Sequence[Sequence[Answer]]) -> Tensor:
         """Return the reward of each answer, ``[P, G]``, NaN for those without."""

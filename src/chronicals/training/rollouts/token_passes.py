@@ -13,6 +13,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, in_evaluation
+from chronicals.models.routed_experts import called_for_experts, receiving
 from chronicals.objectives.policy_gradient import ANSWER
 from chronicals.training.rollouts.answer_packs import AnswerGroup, AnswerPacks
 from chronicals.training.step.optimizer import Precision
@@ -69,13 +70,49 @@ class TokenPasses:
         by_number = {number: values for keys, rows in told for number, values in zip(keys, rows)}
         return np.concatenate([np.array(by_number[n], np.float32) for n in sorted(by_number)])
 
+    @torch.no_grad()
+    def experts(self, groups: Sequence[AnswerGroup]) -> dict[int, Tensor]:
+        """Return the experts of the tokens of each answer but the last, by its number.
 
-def _of_answers(log_p: Tensor, batch: Batch) -> dict[int, list[float]]:
-    """Return the values of the trained tokens of each answer in a Batch, by its number."""
+        Of one process; the model is a mixture.
+
+        Args:
+            groups: answers, which are trained.
+
+        Returns:
+            int64 ``[n - 1, L, k]`` on the host, of each layer with experts.
+        """
+        batches, _ = self.packs.batches(groups, age=0)
+        called = called_for_experts(self.model.model)
+        found = dict[int, Tensor]()
+        with in_evaluation(self.model.model):
+            for batch in batches:
+                moved = batch.to(self.precision.device)
+                with receiving(called) as received, self.precision.autocast():
+                    self.model.as_forward(partial(_hidden_states, self.model, moved))
+                experts = torch.stack(received, 1).cpu()
+                for number, places in _trained_places(batch).items():
+                    # The first of these places is that of the prompt's last token.
+                    found[number] = experts[places[1:]]
+        return found
+
+
+def _hidden_states(model: PresentedModel, batch: Batch) -> Tensor:
+    """Return the last hidden states of a forward pass, or the model's own logits."""
+    return model(batch)[0]
+
+
+def _trained_places(batch: Batch) -> dict[int, Tensor]:
+    """Return the places of the trained tokens of each answer in a Batch, int64, by its number."""
     bounds = batch.cu_seqlens.tolist()
     found = {}
     for place, number in enumerate(batch.segments[ANSWER].tolist()):
         if number >= 0:
-            part = slice(bounds[place], bounds[place + 1])
-            found[number] = log_p[part][batch.targets[part] != IGNORED].tolist()
+            part = batch.targets[bounds[place] : bounds[place + 1]]
+            found[number] = bounds[place] + (part != IGNORED).nonzero()[:, 0]
     return found
+
+
+def _of_answers(log_p: Tensor, batch: Batch) -> dict[int, list[float]]:
+    """Return the values of the trained tokens of each answer in a Batch, by its number."""
+    return {number: log_p[places].tolist() for number, places in _trained_places(batch).items()}

@@ -9,6 +9,7 @@ from chronicals.ui.pages.data import add_data
 from chronicals.ui.pages.doctor import add_doctor
 from chronicals.ui.pages.experts import add_experts
 from chronicals.ui.pages.export import add_export
+from chronicals.ui.pages.mixture import add_mixture
 from chronicals.ui.pages.runs import add_runs
 from chronicals.ui.pages.stages import add_stages
 from chronicals.ui.pages.tuner import add_tuner
@@ -19,6 +20,7 @@ PAGES = (
     add_chat,
     add_data,
     add_configuration,
+    add_mixture,
     add_stages,
     add_tuner,
     add_benchmark,

@@ -40,8 +40,9 @@ def add_configuration(services: Services) -> None:
                     _build_choices(services, draft, say)
                     _build_groups(services, draft, say)
                 with ui.element("div").classes("half sticky"):
-                    PlanPanel(services, draft, say).build()
-                    StartPanel(services, draft, say).build()
+                    plan = PlanPanel(services, draft, say)
+                    plan.build()
+                    StartPanel(services, draft, say, plan).build()
                     YamlPanel(draft, say).build()
             draft.follow()
 

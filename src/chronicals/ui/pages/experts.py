@@ -7,7 +7,7 @@ from nicegui import ui
 from chronicals.ui.charts import line_chart
 from chronicals.ui.expert_io import IO, ExpertIO
 from chronicals.ui.frame import card, frame, heading
-from chronicals.ui.metrics import Point
+from chronicals.ui.metrics import Curve, Point, thinned
 from chronicals.ui.panels import fact, redraw, size
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
@@ -78,20 +78,25 @@ class _ExpertPanel:
         self._draw(self.read)
 
     def _draw(self, read: ExpertIO) -> None:
-        rates = {tier: points_of(moved, 1e-9) for tier, moved in read.moved.items()}
+        rates = {tier: curve_of(moved, 1e-9) for tier, moved in read.moved.items()}
         curves = {
             "experts.rates": rates,
-            "experts.queue": {"": points_of(read.queue, 1)},
-            "experts.waits": {"": points_of(read.stalled, 1)},
+            "experts.queue": {"": curve_of(read.queue, 1)},
+            "experts.waits": {"": curve_of(read.stalled, 1)},
         }
         for name, lines in curves.items():
             if name not in self.charts:
                 with self.drawn, ui.element("figure").classes("chart"):
                     ui.label(self.say(name)).classes("chart-title")
-                    chart = ui.echart(line_chart(name, lines)).classes("chart-canvas")
+                    chart = ui.echart(line_chart(lines)).classes("chart-canvas")
                     self.charts[name] = chart
             else:
-                redraw(self.charts[name], line_chart(name, lines))
+                redraw(self.charts[name], line_chart(lines))
+
+
+def curve_of(by_second: dict[int, int] | dict[int, float], scale: float) -> Curve:
+    """Return values by second as a curve."""
+    return Curve(thinned(points_of(by_second, scale)), [])
 
 
 def points_of(by_second: dict[int, int] | dict[int, float], scale: float) -> list[Point]:

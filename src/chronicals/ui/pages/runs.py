@@ -175,9 +175,7 @@ class _RunTable:
         self.drawn = state
         names = drawn(list(found.values()))
         curves = {
-            metric: {
-                name: one.curves[metric] for name, one in found.items() if metric in one.curves
-            }
+            metric: {name: one.curve(metric) for name, one in found.items() if metric in one.curves}
             for metric in names
         }
         if list(self.boxes) != names:
@@ -186,4 +184,4 @@ class _RunTable:
                 self.boxes = {metric: chart_box(metric, curves[metric]) for metric in names}
             return
         for metric, chart in self.boxes.items():
-            redraw(chart, line_chart(metric, curves[metric]))
+            redraw(chart, line_chart(curves[metric]))

@@ -58,8 +58,9 @@ def add_stages(services: Services) -> None:
                 with ui.element("div").classes("half"):
                     _build_form(services, draft, say)
                 with ui.element("div").classes("half"):
-                    PlanPanel(services, draft, say).build()
-                    StartPanel(services, draft, say).build()
+                    plan = PlanPanel(services, draft, say)
+                    plan.build()
+                    StartPanel(services, draft, say, plan).build()
             ui.label(say("stage.newest")).classes("section").props('role="heading" aria-level="2"')
             RunPanel(services, partial(newest_run, services, objective), say).build()
             draft.follow()
@@ -88,10 +89,11 @@ def newest_run(services: Services, objective: str) -> Run | None:
 class StartPanel:
     """Check and start of a draft: the command, the card, and what is wrong before it begins."""
 
-    def __init__(self, services: Services, draft: RecipeDraft, say: Say):
+    def __init__(self, services: Services, draft: RecipeDraft, say: Say, plan: PlanPanel):
         self.services = services
         self.draft = draft
         self.say = say
+        self.plan = plan
 
     def build(self) -> None:
         """Build the panel."""
@@ -121,7 +123,11 @@ class StartPanel:
         faults = self.draft.show_faults()
         if faults is not None:
             return str(faults)
-        return missing_data(self.services, self.draft)
+        missing = missing_data(self.services, self.draft)
+        trains_on_card = self.services.cards() != ["cpu"]
+        if not missing and trains_on_card and self.plan.fits is False:
+            return self.say("start.too_much")
+        return missing
 
     def start(self) -> None:
         """Write the recipe, and put the run into the queue of its card."""

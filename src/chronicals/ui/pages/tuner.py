@@ -136,7 +136,7 @@ class _TunerPanel:
                     text = self.say("tuner.best", number=best[0]["number"], value=best[0]["value"])
                     ui.label(text).classes("grow")
                     apply = ui.button(
-                        self.say("tuner.apply"), on_click=partial(self.apply, best[0]["params"])
+                        self.say("tuner.apply"), on_click=partial(self.apply, best[0]["fields"])
                     )
                     apply.props("outline no-caps dense")
             if rows:
@@ -148,10 +148,10 @@ class _TunerPanel:
                 with ui.element("div").classes("table-box"):
                     ui.table(columns=columns, rows=rows).props("flat dense").classes("table")
 
-    def apply(self, params: dict[str, Any]) -> None:
-        """Lay the values of a trial over the draft, without what was tuned."""
+    def apply(self, values: dict[str, Any]) -> None:
+        """Lay the fields of a trial over the draft, without what was tuned."""
         form = self.draft.recipe_form
-        texts = {name: form.fields[name].text(value) for name, value in params.items()}
+        texts = {name: form.fields[name].text(value) for name, value in values.items()}
         kept = {name: text for name, text in self.draft.texts.items() if name != "tune"}
         self.services.drafts.write(self.draft.name, {**kept, **texts})
         ui.navigate.to(f"/train/{self.draft.name}")
