@@ -3,8 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHARED := -n 2 --dist worksteal
 LOWEST := .venv-lowest
+SITE := .venv-site
 
-.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint clean
+.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint site clean
 
 install: $(VENV)/.installed
 
@@ -53,5 +54,14 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 test-gpu: install
 	$(BIN)/python tests/run_on_card.py
 
+# Into build/site; every link is followed. It takes a minute, so it is no part of make test
+site: $(SITE)/.installed
+	$(SITE)/bin/python .ci/site.py
+
+$(SITE)/.installed: .ci/site-requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --requirement .ci/site-requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LOWEST) build dist
+	rm -rf $(VENV) $(LOWEST) $(SITE) build dist

@@ -56,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--source", action="append", default=[], help="repository and commit")
     parser.add_argument("--show", action="store_true", help="print what is not known")
     given = parser.parse_args()
     refused: list[str] = []
@@ -92,7 +93,12 @@ def main() -> None:
         for name, count in [*unknown.most_common(), *refusals.most_common(60)]:
             print(count, name)
     if given.output:
-        found = {**result, "of no tool": len(refused), "not known": dict(unknown)}
+        found = {
+            "sources": given.source,
+            **result,
+            "of no tool": len(refused),
+            "not known": dict(unknown),
+        }
         given.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -51,7 +51,7 @@ def test_a_file_of_no_tool_is_refused_with_the_keys_looked_for(tmp_path):
 
 COMMAND = """#!/bin/sh
 # trl sft --learning_rate 9
-accelerate launch --num_processes 4 --config_file zero3.yaml \\
+accelerate launch --num_processes 4 --config_file zero3.yaml --num_machines 1 \\
     examples/scripts/dpo.py \\
     --model_name_or_path m --dataset_name "a b" \\
     --learning_rate=5e-7 --lora_target_modules q_proj v_proj \\

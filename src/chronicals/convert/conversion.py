@@ -17,8 +17,9 @@ from chronicals.config.foreign_data import advice_on_data_field
 from chronicals.config.foreign_values import ABSENT_OBJECTIVES
 from chronicals.convert.answers import FIELDS, Answer, mapped, not_needed, not_there
 from chronicals.convert.defaults import adapters_of, defaults_of
+from chronicals.convert.lengths import has_conversations
 from chronicals.convert.meanings import answered
-from chronicals.convert.reading import Setting, Theirs, read
+from chronicals.convert.reading import TRL, Setting, Theirs, read
 
 LISTS = ("memory", "trackers")
 """Fields that several settings may add to."""
@@ -75,6 +76,14 @@ class Conversion:
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.theirs.file}: {error}") from None
 
+    @property
+    def depends_on_rows(self) -> bool:
+        """True if what is trained depends on rows that are not here."""
+        theirs = self.theirs
+        masks_none = not theirs.get("assistant_only_loss", "completion_only_loss", default=False)
+        trained_by_kind = theirs.tool == TRL and theirs.objective == "sft" and masks_none
+        return trained_by_kind and has_conversations(theirs) is None
+
     def text(self) -> str:
         """Return the recipe in YAML, with what was computed, assumed and left out as comments."""
         self.recipe()
@@ -88,6 +97,11 @@ class Conversion:
         if self.defaults:
             parts.append(f"# Left out there: what {self.theirs.tool} takes by default\n")
             parts += _in_yaml(self.defaults, {})
+        if self.depends_on_rows:
+            parts.append(
+                "# No row is here: TRL trains every token of a conversation, for which this is "
+                "needed: train_on: all\n"
+            )
         absent = [line for line in self.lines if line.answer.kind in ("not there", "not known")]
         if absent:
             parts.append("# Not there:\n")
@@ -118,6 +132,8 @@ def convert(file: Path, cards: int | None = None, nproc: int | None = None) -> C
     ]
     lines = _without_idle_adapters(theirs, lines)
     fields = _together(lines)
+    if fields.get("max_steps") is not None:
+        fields.pop("num_epochs", None)
     if theirs.objective != "sft" and "objective" not in fields:
         fields["objective"] = theirs.objective
     defaults = _defaults(theirs, fields)
@@ -184,7 +200,12 @@ def _defaults(theirs: Theirs, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _scale_data(theirs: Theirs, fields: dict[str, Any]) -> None:
     """Give data the weight that stands for a part of an epoch."""
     epochs = theirs.get("num_epochs", "num_train_epochs")
-    if epochs is None or float(epochs) == int(epochs) or "max_steps" in fields:
+    if (
+        epochs is None
+        or float(epochs) == int(epochs)
+        or "max_steps" in fields
+        or "num_epochs" not in fields
+    ):
         return
     data = fields.get("data")
     entries = data if isinstance(data, list) else [data]

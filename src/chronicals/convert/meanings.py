@@ -14,12 +14,22 @@ from chronicals.config import foreign_data
 from chronicals.config.foreign import SOURCE_FIELDS
 from chronicals.config.foreign_values import ABSENT_OBJECTIVES
 from chronicals.config.values import is_init
+from chronicals.convert import factory_data
 from chronicals.convert.answers import (
     Answer,
     from_tables,
     mapped,
     not_needed,
     not_there,
+)
+from chronicals.convert.lengths import (
+    data_of,
+    has_conversations,
+    rows_of,
+    steps_of,
+    steps_of_epoch,
+    steps_that_differ,
+    trained_rows,
 )
 from chronicals.convert.reading import AXOLOTL, LLAMA_FACTORY, TRL, Theirs
 
@@ -73,6 +83,13 @@ def _epochs(value: Any, theirs: Theirs) -> Answer:
     if _max_steps_of(theirs) is not None:
         return not_needed("max_steps says how long the run is")
     epochs = float(value)
+    steps = steps_that_differ(theirs, epochs)
+    if steps is not None:
+        return mapped(
+            f"each of {epochs:g} epochs ends with a step of what is left: {steps} steps of "
+            f"{trained_rows(theirs)} rows an epoch",
+            max_steps=steps,
+        )
     if epochs == int(epochs) and epochs > 0:
         return mapped(num_epochs=int(epochs))
     return mapped(
@@ -159,10 +176,12 @@ def _warmup_ratio(value: Any, theirs: Theirs) -> Answer:
         return not_needed("warmup_steps wins over it")
     if _rate_is_constant(theirs):
         return not_needed("their constant rate has no warm-up: warmup_steps: 0")
-    steps = _max_steps_of(theirs)
+    steps = steps_of(theirs)
     rounded = math.floor if theirs.tool == AXOLOTL else math.ceil
     if steps is not None:
         number = rounded(round(value * steps, 6))
+        if theirs.tool == AXOLOTL and number == 1:
+            number = 2  # as its builder does
         return mapped(f"{value:g} of {steps} steps", warmup_steps=number)
     return mapped(
         "Axolotl rounds it down and ours up to whole steps" if theirs.tool == AXOLOTL else "",
@@ -180,7 +199,9 @@ def _schedule(value: Any, theirs: Theirs) -> Answer | None:
     if value == "constant_with_warmup":
         return mapped(lr_scheduler="constant")
     if value == "warmup_stable_decay":
-        return mapped(lr_scheduler="wsd")
+        falls = (theirs.get("lr_scheduler_kwargs") or {}).get("decay_type", "cosine")
+        remark = "" if falls == "linear" else f"theirs falls by {falls}, ours in a line"
+        return mapped(remark, lr_scheduler="wsd")
     if value == "cosine" and theirs.get("cosine_min_lr_ratio") == 1:
         return mapped("a cosine that ends at its peak is constant", lr_scheduler="constant")
     if value == "cosine_with_min_lr":
@@ -205,7 +226,12 @@ def _schedule_settings(value: Any, theirs: Theirs) -> Answer | None:
     steps = _max_steps_of(theirs)
     if "num_decay_steps" in value and steps is not None:
         fields["wsd_decay_ratio"] = value["num_decay_steps"] / steps
-    named = {"min_lr", "min_lr_rate", "num_decay_steps" if steps is not None else "min_lr"}
+    named = {
+        "min_lr",
+        "min_lr_rate",
+        "decay_type",
+        "num_decay_steps" if steps is not None else "min_lr",
+    }
     rest = ", ".join(name for name in value if name not in named)
     if not fields:
         return not_there(f"{rest}: not part of this version, or a number of steps of the data")
@@ -233,6 +259,10 @@ def _least_ratio(value: Any, theirs: Theirs) -> Answer:
 def _per_epoch(theirs: Theirs, value: Any, field: str) -> Answer:
     if not value:
         return mapped(save_steps=None) if field == "save_steps" else not_needed("it is off")
+    steps = steps_of_epoch(theirs)
+    if steps is not None:
+        each = max(round(steps / value), 1)
+        return Answer("mapped", {field: each}, f"{value} in an epoch of {steps:g} steps")
     remedy = (
         "one is written at the end, and every 500 steps"
         if field == "save_steps"
@@ -274,7 +304,7 @@ def _every(field: str) -> Rule:
         if field == "eval_steps" and not _holds_out(theirs):
             return not_needed("nothing is held out")
         if 0 < value < 1:
-            steps = _max_steps_of(theirs)
+            steps = steps_of(theirs)
             if steps is None:
                 return not_there(f"{NEEDS_STEPS.format(what='the run')}; set {field}")
             each = math.ceil(value * steps)
@@ -383,7 +413,10 @@ def _four_bits(value: Any, theirs: Theirs) -> Answer:
 
 def _data(value: Any, theirs: Theirs) -> Answer:
     """Return the answer to data sets, whose entries are settings themselves (``conversion``)."""
-    data, beside = foreign_data.converted(_listed(value, theirs), SOURCE_FIELDS)
+    data, beside = foreign_data.converted(data_of(theirs), SOURCE_FIELDS)
+    most = theirs.get("max_samples")
+    if most is not None:
+        data = _weighed(data, most)
     subset = theirs.get("dataset_config") if theirs.tool == TRL else None
     split = theirs.get("dataset_train_split") if theirs.tool == TRL else None
     if isinstance(data, str) and (subset or split):
@@ -392,16 +425,24 @@ def _data(value: Any, theirs: Theirs) -> Answer:
     return mapped(data=data, **beside)
 
 
-def _listed(value: Any, theirs: Theirs) -> Any:
-    """Return the names of LLaMA-Factory's data, which stand in one text, as a list."""
-    if theirs.tool == LLAMA_FACTORY and isinstance(value, str):
-        names = [name.strip() for name in value.split(",")]
-        return names[0] if len(names) == 1 else names
-    return value
+def _weighed(data: Any, most: int) -> list[Any]:
+    """Return entries with the weight that leaves ``most`` rows of each, where they are here."""
+    weighed: list[Any] = []
+    for entry in data if isinstance(data, list) else [data]:
+        rows = rows_of(entry)
+        if rows is None or rows <= most:
+            weighed.append(entry)
+        else:
+            fields = entry if isinstance(entry, dict) else {"path": entry}
+            weighed.append({**fields, "weight": most / rows})
+    return weighed
 
 
 def _held_out_data(value: Any, theirs: Theirs) -> Answer:
-    data, _ = foreign_data.converted(_listed(value, theirs), SOURCE_FIELDS)
+    listed = value
+    if theirs.tool == LLAMA_FACTORY and isinstance(value, str):
+        listed = factory_data.entries(value, theirs)
+    data, _ = foreign_data.converted(listed, SOURCE_FIELDS)
     return mapped(validation_data=data)
 
 
@@ -422,6 +463,13 @@ def _test_split(value: Any, theirs: Theirs) -> Answer | None:
 
 
 def _most_rows(value: Any, theirs: Theirs) -> Answer:
+    data = data_of(theirs)
+    counts = [rows_of(entry) for entry in (data if isinstance(data, list) else [data])]
+    if None not in counts:
+        said = ", ".join(str(count) for count in counts)
+        return mapped(
+            f"{value} of {said} rows as a weight of data", data=_data(data, theirs).fields["data"]
+        )
     return not_there(
         f"{value} rows of each data set: a weight of data takes a share here; set weight to "
         f"{value} over its number of rows"
@@ -433,7 +481,9 @@ def _assistant_only(value: Any, theirs: Theirs) -> Answer:
         return mapped(
             "TRL trains what the template writes behind an answer, too", train_after_stop=True
         )
-    return mapped("every token of a conversation is trained", train_on="all")
+    if has_conversations(theirs):
+        return mapped("every token of a conversation is trained", train_on="all")
+    return not_needed("of a prompt and a completion the completion is trained")
 
 
 def _completion_only(value: Any, theirs: Theirs) -> Answer:
@@ -449,6 +499,8 @@ def _dropout_off(value: Any, theirs: Theirs) -> Answer:
 
 
 def _dropout(value: Any, theirs: Theirs) -> Answer | None:
+    if theirs.objective in ROLLOUTS:
+        return not_needed("dropout is off where answers are drawn")
     trl_default = theirs.tool == TRL and theirs.objective in ("dpo", "ipo", "kto", "reward")
     if theirs.get("disable_dropout", default=trl_default):
         return mapped("disable_dropout turns it off", lora_dropout=0.0)
