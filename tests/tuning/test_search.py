@@ -109,6 +109,8 @@ def test_own_settings_outside_of_the_space_are_a_trial_all_the_same():
     assert all(1e-3 <= trial.params["learning_rate"] <= 1e-2 for trial in trials[1:])
     study = asked.study(trials)
     assert [frozen.number for frozen in study.trials] == [*range(12)]
+    # A complete trial without the values would take them out of what is sampled together.
+    assert [frozen.state.name for frozen in study.trials] == ["FAIL", *["COMPLETE"] * 11]
 
 
 def test_values_that_do_not_work_are_learned_from():

@@ -6,7 +6,9 @@ import pytest
 from scripted import recipe, tuner
 
 from chronicals.config import ConfigurationError, Recipe
+from chronicals.objectives import OBJECTIVES
 from chronicals.tuning import fields
+from chronicals.tuning.default_space import STRENGTH, default_metric, default_space
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.settings import divided
 from chronicals.tuning.space import Choice, Interval, Space
@@ -36,6 +38,8 @@ def space(tmp_path, metric="loss", tuned=None, **own):
         ("memory", ["auto", "recompute_layers"], "changes memory or speed alone"),
         ("seed", [1, 2], "is the same for all trials"),
         ("lora_rank", [8, 16], "changes nothing where all weights are trained"),
+        ("router.balanc", [0.1, 0.5], "balanc.*no such setting"),
+        ("router.balance", [-0.1, 0.5], "greater than or equal to 0"),
         ("dpo.beta", [0.1, 0.5], "'dpo' is not the objective of the recipe, which is 'sft'"),
     ],
 )
@@ -166,3 +170,34 @@ def test_the_flag_reads_as_the_recipe(tmp_path):
     assert read == {"learning_rate": ["1e-5", "1e-3", "log"], "lora_rank": [8, 16]}
     with pytest.raises(ConfigurationError, match=r"tune=.*is not NAME=\[VALUE, VALUE\]"):
         Recipe(model="m", data="d", tune=["learning_rate"])
+
+
+@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_every_objective_has_a_space(tmp_path, name, use_lora):
+    settings = {"distill": {"teacher": "t"}, "dpo": {"reference_model": "r"}}
+    settings |= {"ipo": {"reference_model": "r"}, "kto": {"reference_model": "r"}}
+    section = {name: settings[name]} if name in settings else {}
+    rewards = {"rewards": ["arithmetic"]} if name in ("grpo", "rloo") else {}
+    own = recipe(tmp_path, objective=name, use_lora=use_lora, **section, **rewards)
+    metric = default_metric(name)
+    made = Space.of(default_space(own, metric), own, metric)
+    assert "learning_rate" in made.dimensions
+    assert ("lora_rank" in made.dimensions) is use_lora
+    if name in STRENGTH:
+        setting = f"{name}.{STRENGTH[name]}"
+        assert made.dimensions[setting].holds(made.own()[setting])
+
+
+def test_the_space_of_a_speed_leaves_what_is_learned(tmp_path):
+    own = recipe(tmp_path, validation_split=0.0)
+    made = Space.of(default_space(own, SPEED), own, SPEED)
+    assert {"batch_size", "memory", "logits_chunk_size"} == made.dimensions.keys()
+
+
+def test_the_first_trial_is_the_users_own_recipe(tmp_path):
+    """Also where a setting that was left out has a default that may not be written alone."""
+    tuned = {"router.balance": [1e-3, 1e-1, "log"], "learning_rate": [1e-5, 1e-3, "log"]}
+    found = space(tmp_path, tuned=tuned)
+    assert found.own()["router.balance"] == 0.0
+    assert found.recipe_of(found.own()) == found.recipe

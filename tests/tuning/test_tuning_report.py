@@ -98,6 +98,7 @@ def test_optuna_reads_the_export(tmp_path):
     )
     assert read.best_value == min(t.value for t in made.trials() if t.repeats is None and t.value)
     assert [trial.state.name for trial in read.trials[-2:]] == ["PRUNED", "PRUNED"]
+    assert [trial.constraints.get("works", 0.0) for trial in read.trials[-2:]] == [0.0, 1.0]
     assert read.trials[6].intermediate_values == {1: 9.0}
     with pytest.raises(ConfigurationError, match="exists already"):
         export(made, search, file)

@@ -38,7 +38,7 @@ def tune_command(
         str | None,
         typer.Option(
             help="What is compared: loss (held-out cross-entropy), a held-out metric of the "
-            "objective, or tokens_per_second [loss]"
+            "objective, or tokens_per_second [the objective's]"
         ),
     ] = None,
     study: Annotated[
@@ -64,11 +64,16 @@ def tune_command(
     however it ended.
     """
     from chronicals.config import Recipe
+    from chronicals.config.presets import AUTO_PRESET
     from chronicals.tuning import Tuner
 
     make_room_for(apply, "apply")
     make_room_for(export, "export")
     given = with_known_names(Recipe.given(preset, recipe, **flags))
+    if preset == AUTO_PRESET:
+        from chronicals.planning.ways import with_way_of_this_machine
+
+        given = with_way_of_this_machine(given)
     asked = {"trials": trials, "metric": metric}
     tune = {name: value for name, value in asked.items() if value is not None}
     tuner = Tuner(given, study, tune)

@@ -16,16 +16,16 @@ METRICS = {
 """Held-out metric of objectives whose loss depends on their own settings: how often the chosen answer
 has the higher reward, or the mean reward of answers."""
 
-BETA = ("dpo", "ipo", "simpo", "cpo", "orpo")
-"""Objectives with a ``beta`` that such a metric does not contain."""
+STRENGTH = {"dpo": "beta", "ipo": "tau", "simpo": "beta", "cpo": "beta", "orpo": "beta"}
+"""Setting of objectives of pairs that such a metric does not contain."""
 
 REACH = 10.0
 """Factor by which the range of the learning rate reaches below and above the recipe's: the best rate
 of adapters is about ten times that of all weights (Schulman et al., 2025, "LoRA Without Regret"), so
 a rate that is meant for one of them lies at an end of the range of the other."""
 
-BETA_REACH = 5.0
-"""Likewise of ``beta``: papers take 0.01 to 0.5 where 0.1 is the default."""
+STRENGTH_REACH = 5.0
+"""Likewise of that setting: papers take 0.01 to 0.5 where 0.1 is the default."""
 
 
 ROUTER_WEIGHTS = {
@@ -70,10 +70,11 @@ def default_space(recipe: Recipe, metric: str) -> dict[str, Any]:
             own = own_size(recipe, size)
             space[f"moe.{size}"] = [own // 2, own, own * 2]
         space |= {"moe.num_shared_experts": [0, 1, 2], "moe.lookahead_tokens": [1, 2, 4]}
-    if recipe.objective in BETA and metric != "loss":
+    setting = STRENGTH.get(recipe.objective)
+    if setting is not None and metric != "loss":
         given = recipe.sections.get(recipe.objective, {})
-        beta = given.get("beta", objective.Settings().beta)  # type: ignore[attr-defined]
-        space[f"{recipe.objective}.beta"] = _around(beta, BETA_REACH)
+        own = given.get(setting, getattr(objective.Settings(), setting))
+        space[f"{recipe.objective}.{setting}"] = _around(own, STRENGTH_REACH)
     return space
 
 

@@ -15,7 +15,7 @@ from chronicals.saving import remove_folder
 from chronicals.tuning.feasibility import why_too_large
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.mixture import MODEL_FOLDER, make_model, sizes_of
-from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs
+from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs, wait_until_free
 from chronicals.tuning.schedule import WHOLE, Leg, Schedule
 from chronicals.tuning.scores import NoScore, held_out_score, speed_of, why_other_steps
 from chronicals.tuning.space import Space
@@ -116,6 +116,7 @@ class Execution:
             **leg.fields,
         }
         Recipe(**laid_over(own, fields)).write_to(folder / leg.name)
+        wait_until_free(folder / leg.name)
         tail = MetricsTail(folder / leg.name / METRICS)
         process = RunProcess(folder / leg.name, folder / LOG_FILE, self.program)
         try:

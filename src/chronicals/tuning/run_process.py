@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from chronicals.bound_process import BoundProcess
+from chronicals.training.errors import TrainingError
+from chronicals.training.run.lock import FolderInUse, locked
 from chronicals.tuning.trial import State
 
 PROGRAM = (sys.executable, "-m", "chronicals.cli")
@@ -20,6 +23,9 @@ PROGRAM = (sys.executable, "-m", "chronicals.cli")
 
 GRACE_SECONDS = 120.0
 """Seconds in which a run that was asked to end finishes its step and writes its checkpoint."""
+
+FREE_SECONDS = 30.0
+"""Seconds in which a process that is being killed, and its driver, let go of a run's folder."""
 
 LINES_OF_AN_ERROR = 4
 """Last lines of a log that are told of a run that failed."""
@@ -89,6 +95,8 @@ class RunProcess:
         Args:
             save: whether it may finish its step and write a checkpoint.
         """
+        if self.ended():
+            return
         with suppress(ProcessLookupError):
             if save:
                 os.killpg(self._process.pid, signal.SIGTERM)
@@ -114,6 +122,25 @@ class RunProcess:
             if any(sign.lower() in lower for sign in signs):
                 return state, said
         return State.FAILED, said or f"ended with status {status}"
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait until no process writes a run: one that a killed tuner left ends in a moment.
+
+    Raises:
+        TrainingError: somebody else does, who does not end.
+    """
+    until = time.monotonic() + FREE_SECONDS
+    while True:
+        try:
+            with locked(folder):
+                return
+        except FolderInUse:
+            if time.monotonic() > until:
+                raise TrainingError(
+                    f"{folder}: another process writes this run; end it, then go on"
+                ) from None
+        time.sleep(0.05)
 
 
 def settings_of_runs(folder: Path, seed: int, held_out_seed: int) -> Mapping[str, Any]:

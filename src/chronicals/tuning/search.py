@@ -120,8 +120,8 @@ class Search:
         """Return optuna's study of these trials, in memory.
 
         Each is asked for, reported and told as it went, because Hyperband notes with a trial what
-        its reports were worth. One whose values do not work is told as pruned with a violated
-        constraint, from which the sampler learns; it would forget a failed one.
+        its reports were worth. One whose values do not work is told as pruned, from which the
+        sampler learns, with a violated constraint, which says why; a failed one it would forget.
         """
         import optuna
         from optuna.samplers import RandomSampler

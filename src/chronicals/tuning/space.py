@@ -168,7 +168,7 @@ class Space:
         for name, dimension in dimensions.items():
             for value in dimension.values:
                 try:
-                    space.recipe_of({name: value})
+                    _check_settings(space.recipe_of({name: value}), name)
                 except ConfigurationError as error:
                     lines.append(f"tune={{{name!r}: {dimension.to_json()}}}: {error}")
                     break
@@ -243,11 +243,14 @@ class Space:
     def recipe_of(self, params: Mapping[str, Any]) -> Recipe:
         """Return the user's recipe with the values of some dimensions.
 
+        What the user has already is left as it is: the first trial is the user's own run.
+
         Raises:
             ConfigurationError: the values are not taken.
         """
+        changed = {name: value for name, value in params.items() if value != self._own_value(name)}
         explicit = {name: getattr(self.recipe, name) for name in self.recipe.explicit}
-        return Recipe(**laid_over(explicit, self.fields(params)))
+        return Recipe(**laid_over(explicit, self.fields(changed)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the dimensions as a recipe has them."""
@@ -279,6 +282,19 @@ def _check_name(
         reason = "changes nothing where all weights are trained; set use_lora=True, or leave it out"
     if reason is not None:
         raise ConfigurationError(f"tune={{{name!r}: {values!r}}}: {reason}")
+
+
+def _check_settings(recipe: Recipe, name: str) -> None:
+    """Check the settings of a recipe's objective, if a dimension is one of them.
+
+    Raises:
+        ConfigurationError: there is no such setting, or it does not take its value.
+    """
+    section = name.rpartition(".")[0]
+    if section and section != mixture.PREFIX:
+        from chronicals.objectives import build_objective
+
+        build_objective(recipe.config())
 
 
 def _default_setting(section: str, setting: str) -> Any:

@@ -101,6 +101,7 @@ class Tuner:
         self._measure = budget
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._units = 1  # of the schedule, once that is known
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -143,6 +144,7 @@ class Tuner:
         with self.study.sole_tuner():
             self._tell("status", "running")
             schedule = self._prepare()
+            self._units = schedule.units
             execution = Execution(
                 self.study,
                 self.space,
@@ -240,9 +242,10 @@ class Tuner:
 
             budget = (self._measure or budget_of)(self.recipe)
         self.study.begin({**about, "budget": asdict(budget)})
-        if "learning_rate" not in self.recipe.explicit:
-            self.recipe = self.recipe.fitted(learning_rate=budget.learning_rate)
-            self.space = replace(self.space, recipe=self.recipe)
+        measured = {name: value for name, value in asdict(budget).items() if name != "steps"}
+        fitted = {name: measured[name] for name in measured.keys() - self.recipe.explicit}
+        self.recipe = self.recipe.fitted(**fitted)
+        self.space = replace(self.space, recipe=self.recipe)
         return schedule_of(budget, self.settings, self.space)
 
     def _search_of(self, schedule: Schedule) -> Search:
@@ -313,7 +316,8 @@ class Tuner:
             words = f"{trial.state}: {trial.reason.strip().splitlines()[-1]}"
         elif trial.reports:
             last = max(trial.reports)
-            words = f"{metric} {trial.reports[last]:.6g} at report {last}"
+            share = f"{last / self._units:.0%}"
+            words = f"{metric} {trial.reports[last]:.6g} after {share} of the tokens"
         else:
             words = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
             if trial.repeats is not None:
