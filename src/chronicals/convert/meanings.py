@@ -13,7 +13,7 @@ from typing import Any
 from chronicals.config import foreign_data
 from chronicals.config.foreign import SOURCE_FIELDS
 from chronicals.config.foreign_values import ABSENT_OBJECTIVES
-from chronicals.config.values import is_init
+from chronicals.config.values import exists_here, is_init
 from chronicals.convert import factory_data
 from chronicals.convert.answers import (
     Answer,
@@ -22,6 +22,7 @@ from chronicals.convert.answers import (
     not_needed,
     not_there,
 )
+from chronicals.convert.factory_data import INDEX
 from chronicals.convert.lengths import (
     data_of,
     has_conversations,
@@ -269,7 +270,7 @@ def _per_epoch(theirs: Theirs, value: Any, field: str) -> Answer:
         else "it is evaluated at the end"
     )
     words = NEEDS_STEPS.format(what="an epoch")
-    return not_there(f"{words}; set {field} to a {value}th of them. Without it {remedy}")
+    return not_there(f"{words}; set {field} to 1/{value} of them. Without it {remedy}")
 
 
 def _evals_per_epoch(value: Any, theirs: Theirs) -> Answer:
@@ -422,11 +423,23 @@ def _data(value: Any, theirs: Theirs) -> Answer:
     if isinstance(data, str) and (subset or split):
         entry = {"path": data, "subset": subset, "split": split}
         data = [{name: one for name, one in entry.items() if one is not None}]
-    return mapped(data=data, **beside)
+    return mapped(_unknown_names(theirs), data=data, **beside)
 
 
-def _weighed(data: Any, most: int) -> list[Any]:
+def _unknown_names(theirs: Theirs) -> str:
+    """Return what to do about names of LLaMA-Factory's data that no index here has."""
+    data = data_of(theirs) if theirs.tool == LLAMA_FACTORY else []
+    listed = data if isinstance(data, list) else [data]
+    names = [one for one in listed if isinstance(one, str) and not exists_here(one)]
+    if not names:
+        return ""
+    return f"{', '.join(names)}: write the files that {INDEX} names so, which is not here"
+
+
+def _weighed(data: Any, most: int) -> Any:
     """Return entries with the weight that leaves ``most`` rows of each, where they are here."""
+    if isinstance(data, str) and rows_of(data) is None:
+        return data
     weighed: list[Any] = []
     for entry in data if isinstance(data, list) else [data]:
         rows = rows_of(entry)
@@ -564,6 +577,8 @@ def _bf16(value: Any, theirs: Theirs) -> Answer | None:
 
 
 def _packing(value: Any, theirs: Theirs) -> Answer:
+    if theirs.objective in ROLLOUTS:
+        return not_needed("answers to a prompt share it in packs")
     apart = theirs.tool == LLAMA_FACTORY and value and not theirs.get("neat_packing")
     return mapped(
         "theirs attend to their neighbours in a pack, ours do not" if apart else "",
