@@ -29,7 +29,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -60,7 +60,7 @@ NEW = 512
 """Prompts of a step, answers to each, and their tokens."""
 
 STEPS = 3
-"""Steps of an arm, of which the first compiles."""
+"""Steps of an arm by default, of which the first compiles."""
 
 PACK_STEP = 64
 """Packs are a multiple of so many tokens wide."""
@@ -109,6 +109,7 @@ class Sizes:
         prompt: tokens of a prompt.
         new: tokens of an answer.
         tiny: a tiny model.
+        steps: steps of an arm.
     """
 
     prompts: int
@@ -116,13 +117,14 @@ class Sizes:
     prompt: int
     new: int
     tiny: bool
+    steps: int
 
     @classmethod
-    def of(cls, new: int, tiny: bool) -> Sizes:
-        """Return the sizes with so many new tokens."""
+    def of(cls, new: int, tiny: bool, steps: int) -> Sizes:
+        """Return the sizes with so many new tokens and steps."""
         if tiny:
-            return cls(4, 4, 24, min(new, 16), True)
-        return cls(PROMPTS, ANSWERS, PROMPT, new, False)
+            return cls(4, 4, 24, min(new, 16), True, steps)
+        return cls(PROMPTS, ANSWERS, PROMPT, new, False, steps)
 
     @property
     def sequences(self) -> int:
@@ -139,7 +141,7 @@ class Sizes:
         """Return prompts of all steps, and some more."""
         generator = np.random.default_rng(1)
         rows = []
-        for _ in range(self.prompts * (STEPS + 1)):
+        for _ in range(self.prompts * (self.steps + 1)):
             ids = zipf_ids(generator.random(self.prompt), vocabulary)
             rows.append({"prompt": " ".join(f"t{number}" for number in ids)})
         return rows
@@ -304,7 +306,7 @@ def config_of(row: Row, sizes: Sizes, folder: Path, packs: int | None) -> Chroni
             "save_steps": None,
             "trackers": [],
             "report_samples": 0,
-            "max_steps": STEPS + 1,
+            "max_steps": sizes.steps + 1,
             "cache_dir": folder / "tokens",
             "output_dir": folder / "run",
         }
@@ -321,7 +323,7 @@ def ours(row: Row, sizes: Sizes, seconds: float, packs: int | None) -> dict[str,
     def rollout(maker: RolloutMaker, *given: Any) -> Any:
         if phases.steps:
             phases.end()
-            if len(phases.steps) == STEPS or phases.is_late:
+            if len(phases.steps) == sizes.steps or phases.is_late:
                 raise Enough
         phases.begin()
         made = own(maker, *given)
@@ -401,7 +403,7 @@ def peer_trainer(
         use_liger_kernel=on_card and find_spec("liger_kernel") is not None,
         learning_rate=LEARNING_RATES[row.way],
         lr_scheduler_type="constant",
-        max_steps=STEPS,
+        max_steps=sizes.steps,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -450,10 +452,12 @@ def tried(trainer: Any, sizes: Sizes, batch: int) -> None:
         values.clear()
 
 
-def largest_that_fits(row: Row, sizes: Sizes, arm: str, folder: Path) -> tuple[Any, dict]:
+def largest_that_fits(
+    row: Row, sizes: Sizes, arm: str, folder: Path, batches: Sequence[int]
+) -> tuple[Any, dict]:
     """Return TRL's trainer with the largest micro-batch that fits, and what that is."""
     for recompute in (False, True):
-        for batch in PEER_BATCHES:
+        for batch in batches:
             if batch > sizes.sequences:
                 continue
             trainer = peer_trainer(row, sizes, arm, folder, batch, recompute)
@@ -470,7 +474,7 @@ def largest_that_fits(row: Row, sizes: Sizes, arm: str, folder: Path) -> tuple[A
     raise RuntimeError("no micro-batch fits")
 
 
-def trl(row: Row, sizes: Sizes, seconds: float, arm: str) -> dict[str, Any]:
+def trl(row: Row, sizes: Sizes, seconds: float, arm: str, batches: Sequence[int]) -> dict[str, Any]:
     """Run steps of TRL's trainer."""
     folder = Path(tempfile.mkdtemp())
     phases = Phases(seconds)
@@ -484,10 +488,10 @@ def trl(row: Row, sizes: Sizes, seconds: float, arm: str) -> dict[str, Any]:
             step = phases.steps[-1]
             step["passes"] = step.pop("scored") - step["draws"] - step["rewards"]
             phases.end()
-            control.should_training_stop = phases.is_late or state.global_step == STEPS
+            control.should_training_stop = phases.is_late or state.global_step == sizes.steps
 
     try:
-        trainer, said = largest_that_fits(row, sizes, arm, folder)
+        trainer, said = largest_that_fits(row, sizes, arm, folder, batches)
         own = trainer._generate_single_turn
 
         def drawn(*given: Any, **named: Any) -> Any:
@@ -512,13 +516,13 @@ def trl(row: Row, sizes: Sizes, seconds: float, arm: str) -> dict[str, Any]:
 
 
 def measured(
-    row: Row, arm: str, new: int, seconds: float, tiny: bool, packs: int | None
+    row: Row, arm: str, new: int, seconds: float, given: argparse.Namespace
 ) -> dict[str, Any]:
     """Run steps of an arm, and return their seconds by phase."""
-    sizes = Sizes.of(new, tiny)
+    sizes = Sizes.of(new, given.tiny, given.steps)
     if arm == "ours":
-        return ours(row, sizes, seconds, packs)
-    return trl(row, sizes, seconds, arm)
+        return ours(row, sizes, seconds, given.packs)
+    return trl(row, sizes, seconds, arm, given.peer_batches)
 
 
 # --- one update on a very long answer
@@ -565,8 +569,15 @@ def long_step(config: ChronicalsConfig, length: int, vocabulary: int) -> Step:
     return Step(batches, counts, None, None)
 
 
-def updated(length: int, tiny: bool) -> dict[str, Any]:
-    """Take two updates on an answer of so many tokens under the cap, and time the second."""
+def updated(length: int, tiny: bool, most: float) -> dict[str, Any]:
+    """Take an update on an answer of so many tokens under the cap, and a second one for its time.
+
+    Args:
+        length: of the answer.
+        tiny: a tiny model, and a hundredth of the length.
+        most: seconds after which the second one would end too late.
+    """
+    began = now()
     folder = Path(tempfile.mkdtemp())
     length = length // 100 if tiny else length
     on_card = torch.cuda.is_available()
@@ -611,6 +622,8 @@ def updated(length: int, tiny: bool) -> dict[str, Any]:
                     seconds.append(now() - begun)
                     norms.append(float(scalars["grad_norm"]))
                     losses.append(float(scalars["loss"]))
+                    if now() - began + seconds[-1] > most:
+                        break
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {
@@ -633,7 +646,7 @@ def long_jobs(given: argparse.Namespace, results: dict[str, Any]) -> Iterator[tu
     """Yield name and function of each length, until one fits."""
     for length in LENGTHS:
         key = f"long, {length}"
-        yield key, partial(updated, length, given.tiny)
+        yield key, partial(updated, length, given.tiny, 0.8 * given.each)
         if "error" not in results.get(key, {"error": ""}):
             return
 
@@ -648,7 +661,7 @@ def jobs(given: argparse.Namespace, seconds: float) -> Iterator[tuple[str, Any]]
                 continue
             counts = (NEW, given.peer_tokens) if arm == "ours" else (given.peer_tokens,)
             for new in dict.fromkeys(counts):
-                run = partial(measured, row, arm, new, seconds, given.tiny, given.packs)
+                run = partial(measured, row, arm, new, seconds, given)
                 yield f"{row.name}, {arm}, {new}", run
 
 
@@ -658,6 +671,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of rows")
     parser.add_argument("--arms", nargs="*", default=list(ARMS), help="parts of the names of arms")
     parser.add_argument("--peer-tokens", type=int, default=64, help="new tokens of TRL's answers")
+    parser.add_argument(
+        "--peer-batches", type=int, nargs="*", default=PEER_BATCHES, help="that TRL's arms try"
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="of an arm")
     parser.add_argument("--packs", type=int, default=None, help="of a micro-batch of ours")
     parser.add_argument("--each", type=float, default=150, help="seconds of a process")
     parser.add_argument("--limit", type=float, default=560, help="seconds of all")

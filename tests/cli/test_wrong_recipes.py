@@ -21,8 +21,8 @@ WRONG = {
     ),
     "a section of no objective": ("dop: {beta: 0.1}", ["dop: no such field; did you mean 'dpo'?"]),
     "an objective that there is not": (
-        "objective: grpo",
-        ["objective: grpo: not part of this version: answers are not gen"],
+        "objective: ppo",
+        ["objective: ppo: not part of this version: its loss is not written yet"],
     ),
     "a field twice": ("data: e", ["recipe.yaml: not YAML: data stands twice; keep one"]),
     "several": (

@@ -88,6 +88,8 @@ def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
     assert (folder / "LICENSE").read_text() == "words of a licence"
     assert not (folder / "adapter_config.json").exists() and not (folder / "merge.json").exists()
+    text = results(exported)["greedy text, nats"]
+    assert text.passed and (kind != "merged-fp32" or text.detail.startswith("32 of 32 tokens"))
     kept = json.loads((tmp_path / f"{folder.name}.proof.json").read_text())
     assert kept["format"] == kind and all(check["passed"] is not False for check in kept["checks"])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
@@ -296,6 +298,31 @@ def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, plant):
         with pytest.raises(NotProved, match="beside the trained model"):
             export(run, kind, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_text_that_another_model_goes_on_with_is_found(run, tmp_path, plant):
+    """Whose logits of whole documents are right."""
+
+    def other(right, model, documents):
+        found = right(model, documents)
+        return [replace(x, log_probabilities=[1.1 * p for p in x.log_probabilities]) for x in found]
+
+    (whole_one,) = export(run, "merged-fp32", tmp_path / "right")
+    assert not whole_one.proof.failed
+    plant(source, "greedy_texts", once_right(other))
+    with pytest.raises(NotProved, match="greedy text"):
+        export(run, "merged-fp32", tmp_path)
+
+
+def once_right(other):
+    """The first call is right, that of the trained model."""
+    calls = []
+
+    def chosen(right, *given):
+        calls.append(given)
+        return right(*given) if len(calls) == 1 else other(right, *given)
+
+    return chosen
 
 
 @pytest.mark.parametrize("planted", ["template", "stop", "tokenizer", "settings"])

@@ -430,6 +430,7 @@ def test_the_best_trial_changes_the_form(opened, site):
         trial = {
             "number": number,
             "params": {"learning_rate": 1e-4 * (number + 1)},
+            "fields": {"learning_rate": 1e-4 * (number + 1)},
             "repeats": None,
         }
         trial |= {"state": "complete", "value": value, "reason": ""}

@@ -20,6 +20,7 @@ from chronicals.data.kinds.rows import CHAT_KINDS
 from chronicals.export.base_files import base_folder, dequantised, folder_of
 from chronicals.export.merge import LARGEST_LOSS, Merged, MergeError, Sums
 from chronicals.export.proof import Proof, largest_error
+from chronicals.export.texts import GreedyText, greedy_texts, prove_texts
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.tensor_names import language_name, reads_images
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor, files_of, tensors_in
@@ -178,9 +179,29 @@ class SourceModel:
         return on_device(model)
 
     @cached_property
+    def _by_trained(self) -> tuple[list[torch.Tensor], list[GreedyText]]:
+        """Logits of ``documents`` and greedy texts by the trained model, which is loaded once."""
+        model = self.trained()
+        return logits_of(model, self.documents), greedy_texts(model, self.documents)
+
+    @property
     def trained_logits(self) -> list[torch.Tensor]:
         """Logits of ``documents`` by the trained model."""
-        return logits_of(self.trained(), self.documents)
+        return self._by_trained[0]
+
+    def prove_texts(self, model: Any, bound: float, client: str, proof: Proof) -> None:
+        """Compare greedy text of an exported model with the trained model's.
+
+        Args:
+            model: the exported model.
+            bound: on the relative error of logits.
+            client: the program that read the artefact.
+            proof: gets the check.
+        """
+        logits, texts = self._by_trained
+        size = float(torch.cat(logits).square().mean().sqrt())
+        found = greedy_texts(model, self.documents)
+        prove_texts(found, texts, bound * size, client, proof)
 
     def prove_merged(self, proof: Proof) -> None:
         """Check that the sums of base and adapter, of which artefacts are made, are the model."""

@@ -87,6 +87,7 @@ class WholeModel(ArtefactFormat):
         error = largest_error(logits_of(model, source.documents), source.trained_logits)
         bound = source.at_least(WHOLE_LOGIT_BOUNDS[self.kind])
         proof.bounded("logits beside the trained model's", TRANSFORMERS, error, bound)
+        source.prove_texts(model, bound, TRANSFORMERS, proof)
 
     def command(self, source: SourceModel, artefact: Path) -> str | None:
         """Return vLLM's command; None in fp32, in which nobody serves."""
