@@ -5,7 +5,7 @@ SHARED := -n 2 --dist worksteal
 LOWEST := .venv-lowest
 SITE := .venv-site
 
-.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint site clean
+.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint site release-check clean
 
 install: $(VENV)/.installed
 
@@ -62,6 +62,10 @@ $(SITE)/.installed: .ci/site-requirements.txt
 	$(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet --requirement .ci/site-requirements.txt
 	touch $@
+
+# What the workflow does on a tag, up to the upload: a wheel, installed in an empty environment, runs
+release-check: install
+	$(BIN)/python .ci/release.py
 
 clean:
 	rm -rf $(VENV) $(LOWEST) $(SITE) build dist

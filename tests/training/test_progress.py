@@ -6,6 +6,8 @@ import io
 import itertools
 import logging
 import re
+import sys
+import types
 
 import pytest
 from rich.console import Console
@@ -181,3 +183,26 @@ def test_a_terminal_is_drawn_on_while_the_run_lasts(clock):
         bar.step_done(metrics_of(step, "dpo"))
     bar.run_ended(Run(2, "run"))
     assert "step 2/2" in told.getvalue() and "loss 2.5000" in told.getvalue()
+
+
+def test_a_notebook_draws_one_line_anew(clock, monkeypatch, capsys):
+    drawn = []
+    handle = types.SimpleNamespace(update=lambda data, raw: drawn.append(data["text/plain"]))
+
+    def display(data, raw, display_id):
+        drawn.append(data["text/plain"])
+        return handle
+
+    stand_in = types.ModuleType("IPython.display")
+    stand_in.display = display
+    for name in ("ipykernel", "IPython"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "IPython.display", stand_in)
+    bar = ProgressBar()
+    bar.run_began(Run(9, "run"))
+    for step in range(1, 10):
+        clock.now += 0.1
+        bar.step_done(metrics_of(step))
+    bar.run_ended(Run(9, "run"))
+    assert 1 < len(drawn) < 9  # four times a second at most
+    assert "9/9" in drawn[-1] and not capsys.readouterr().err

@@ -81,6 +81,16 @@ def test_own_settings_that_fail_end_the_study(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["cosine", "wsd"])
+def test_a_metric_that_there_is_not_ends_the_study(tmp_path, scheduler):
+    tuned = tuner(tmp_path, fields={"lr_scheduler": scheduler}, metric="speling", trials=4)
+    with pytest.raises(StudyFailed, match="evaluations have cross_entropy, loss, perplexity"):
+        tuned.run()
+    assert [trial.state for trial in tuned.study.trials()] == [State.FAILED]
+    assert not runs_alive(tmp_path)
+
+
+@pytest.mark.slow
 def test_another_study_is_not_mixed_with_the_one_that_is_there(tmp_path):
     ended(tuner(tmp_path, trials=2, repeats=0))
     with pytest.raises(ConfigurationError, match="other settings .learning_rate, weight_decay"):

@@ -22,9 +22,7 @@ from chronicals.export.source import SourceModel
 from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.saving import MANIFEST, SavedModel
 from chronicals.standard_json import to_json
-
-CARD_FILE = "README.md"
-"""The file that the hub shows as a model's card."""
+from chronicals.training.run.model_card import CARD_FILE, SHOWN_FIELDS
 
 NOT_UPLOADED = (CARD_FILE, MANIFEST, REPORT, f"{EXPORTS}/*", ".*")
 """Patterns of files that are not uploaded: they describe the local copy, or are artefacts
@@ -36,22 +34,6 @@ FILES_WITH_PATHS = (CONFIG_FILE, "chronicals.json")
 
 CURVE_POINTS = 8
 """Steps of the curve of losses that are shown."""
-
-SHOWN_FIELDS = (
-    "objective",
-    "learning_rate",
-    "num_epochs",
-    "max_steps",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "max_seq_length",
-    "use_lora",
-    "lora_rank",
-    "quantization",
-    "mixed_precision",
-    "seed",
-)
-"""Fields of a recipe that the card names."""
 
 
 class UploadError(ValueError):

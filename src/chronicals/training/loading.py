@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import (
     Mesh,
@@ -35,6 +37,7 @@ from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import lora_config_of, watcher
+from chronicals.training.preparation import fit_precision
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ def load_to_train(
         ValueError: the model cannot be loaded, with the reason.
         ConfigurationError: the ranks read their rows from files that differ.
     """
+    card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = fit_precision(config, card)
     kind = OBJECTIVES[config.objective]
     place = saved.place
     loads_as_usual = kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]

@@ -105,21 +105,26 @@ def check_class(model: Any) -> None:
         raise ValueError(f"{name} has no head that predicts tokens; load it with {how}")
 
 
-def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
-    """Check that the GPU supports bf16 if it is asked for.
+def fit_precision(config: ChronicalsConfig, device: torch.device) -> ChronicalsConfig:
+    """Return ``config`` with products in fp16 on a card without bf16, unless bf16 was asked for.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: bf16 was asked for, by its name or by weights without fp32 masters.
     """
-    on_card = device.type == "cuda"
     if (
-        config.mixed_precision == "bf16"
-        and on_card
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
+        config.mixed_precision != "bf16"
+        or device.type != "cuda"
+        or torch.cuda.is_bf16_supported(including_emulation=False)
     ):
+        return config
+    if "mixed_precision" in config.explicit:
         raise ConfigurationError(
             "mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'"
         )
+    if not config.master_weights:
+        raise ConfigurationError("master_weights=False: this card has no bf16; leave it out")
+    logger.info("mixed_precision: fp16, for this card has no bf16")
+    return config.fitted(mixed_precision="fp16")
 
 
 def check_tokenizer(model: Any, tokenizer: Any) -> None:

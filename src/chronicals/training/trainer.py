@@ -37,8 +37,8 @@ from chronicals.training.preparation import (
     RowSource,
     check_class,
     check_exact_generation,
-    check_precision,
     check_tokenizer,
+    fit_precision,
     fit_vocabulary,
     one_device,
     open_stores,
@@ -117,7 +117,7 @@ class ChronicalsTrainer:
         self.device = one_device(
             model, self.ranks, self.config.sharding == DIVIDE_WEIGHTS and self.ranks.count > 1
         )
-        check_precision(self.config, self.device)
+        self.config = fit_precision(self.config, self.device)
         self.objective = build_objective(self.config)
         self.callbacks: list[Callback] = []
         if self.ranks.writer:

@@ -74,7 +74,10 @@ class Execution:
                 break
             if leg.ends_at in trial.reports and leg.name != WHOLE:
                 continue
-            trial = self._run(trial, recipe, leg, gives_up)
+            try:
+                trial = self._run(trial, recipe, leg, gives_up)
+            except NoScore as error:
+                trial = replace(trial, state=State.FAILED, reason=str(error))
             if self.stopping.is_set() and trial.state == State.RUNNING:
                 return trial
         return self._ended(trial, legs)
@@ -108,7 +111,11 @@ class Execution:
         return trial
 
     def _run(self, trial: Trial, recipe: Recipe, leg: Leg, gives_up: GivesUp | None) -> Trial:
-        """Return a trial after one of its runs, or when it was given up or stopped before."""
+        """Return a trial after one of its runs, or when it was given up or stopped before.
+
+        Raises:
+            NoScore: the run has no score of this metric.
+        """
         folder = self.study.folder_of(trial)
         own = {name: getattr(recipe, name) for name in recipe.explicit}
         fields = {
@@ -137,10 +144,7 @@ class Execution:
         trial = self._with_reports(trial, leg, tail.look(), gives_up)
         if trial.state != State.RUNNING:
             return trial
-        try:
-            return self._scored(trial, leg, tail.lines, gives_up)
-        except NoScore as error:
-            return replace(trial, state=State.FAILED, reason=str(error))
+        return self._scored(trial, leg, tail.lines, gives_up)
 
     def _with_reports(
         self,

@@ -112,6 +112,16 @@ def command_line(text: str = "") -> ui.label:
         return ui.label(text).classes("mono")
 
 
+def tell_missing(services: Services, extra: str) -> None:
+    """Say that the packages of an extra are missing, with the command that brings them."""
+    missing = services.machine.get("missing_extras", {}).get(extra)
+    if missing is not None:
+        about, _, command = missing.rpartition("; ")
+        with card():
+            ui.label(about).classes("warning")
+            command_line(command)
+
+
 def chip(state: str, say: Say) -> ui.label:
     """Build the word of a state, in its colour."""
     return ui.label(say(f"state.{state}")).classes(f"chip {state}")

@@ -48,11 +48,6 @@ def serve(
         ConfigurationError: NiceGUI is missing, the root is no folder, the port is taken, or others
             can reach the address and no key was chosen.
     """
-    try:
-        import nicegui  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise ConfigurationError(f"{INSTALL} ({error})") from None
     if not root.is_dir():
         raise ConfigurationError(f"root={str(root)!r}: is no folder")
     if not is_loopback(host) and key is None:
@@ -61,6 +56,11 @@ def serve(
             "out host and tunnel to 127.0.0.1 by ssh -L"
         )
     _check_port(host, port)
+    try:
+        import nicegui  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigurationError(f"{INSTALL} ({error})") from None
     services = Services(Place(root.resolve()), remote_code, in_words)
     secret = key or lasting_key(services.place.kept / "key")
     page = _application(services)

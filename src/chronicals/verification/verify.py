@@ -51,7 +51,7 @@ from chronicals.training.columns.frozen import with_frozen_columns
 from chronicals.training.columns.start_columns import StartColumns
 from chronicals.training.preparation import (
     RowSource,
-    check_precision,
+    fit_precision,
     fit_vocabulary,
     one_device,
     open_stores,
@@ -238,7 +238,7 @@ def _verify(
     if why_not is not None:
         raise ConfigurationError(f"objective={config.objective!r}: {why_not}")
     device = one_device(model, Mesh())
-    check_precision(config, device)
+    config = fit_precision(config, device)
     if config.resize_embeddings:
         config = fit_vocabulary(model, tokenizer, config, Mesh())
     quantise_as_asked(model, config)

@@ -13,6 +13,7 @@ from chronicals.config.reward_entries import reward_text
 from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
+from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.models import input_device, within_adapters
 from chronicals.models.base_format import BaseFormat
 from chronicals.models.gguf_loading import GGUF_FILE
@@ -22,6 +23,7 @@ from chronicals.training.errors import CheckpointError
 from chronicals.training.rollouts.samples import read_samples
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import MODEL
+from chronicals.training.run.model_card import CARD_FILE, model_card
 from chronicals.training.run.report import Report, Sample, data_reports
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run, TrainingResult
@@ -120,6 +122,18 @@ def finish(
                 f"{model_dir}: what was written is not what was trained, so it was not kept: "
                 f"{wrong[0]}{more}. {kept}"
             )
+        # After the comparison: what is read back is what was trained, and a card is not.
+        facts = {"steps": str(model_step), "last training loss": f"{run.last_loss:.4f}"}
+        if evaluation:
+            facts["held-out loss"] = f"{evaluation.loss:.4f}"
+        text = model_card(
+            run.output_dir.name,
+            str(model.config._name_or_path or type(model).__name__),
+            config.to_dict(),
+            facts,
+            is_adapter=(aside / CONFIG_FILE).exists(),
+        )
+        (aside / CARD_FILE).write_text(text)
 
     def write() -> None:
         write_folder(model_dir, write_model)

@@ -120,8 +120,36 @@ class Progress:
             yield text
 
 
+SECONDS_BETWEEN_DRAWINGS = 0.25
+"""Seconds between two drawings in a notebook, whose page gets each as a message."""
+
+
+class NotebookLine:
+    """A line in the output of a notebook's cell that is drawn anew; it needs no widgets."""
+
+    def __init__(self, text: str) -> None:
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        self.handle = display({"text/plain": text}, raw=True, display_id=True)
+        self.drawn = time.monotonic()
+
+    def draw(self, text: str, last: bool) -> None:
+        """Draw ``text``, at most four times a second; the last one in any case."""
+        if last or time.monotonic() - self.drawn > SECONDS_BETWEEN_DRAWINGS:
+            self.handle.update({"text/plain": text}, raw=True)
+            self.drawn = time.monotonic()
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
 class ProgressBar(Callback):
-    """Two lines with a bar on a terminal; else log lines, printed if logging is not shown."""
+    """Two lines with a bar on a terminal, one line in a notebook; else log lines.
+
+    Log lines are printed if logging is not shown.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -137,7 +165,10 @@ class ProgressBar(Callback):
         self.began = self.said = time.monotonic()
         self.last_step_at: float | None = None
         self.live = Live(console=self.console, get_renderable=self.now, refresh_per_second=4)
-        if self.console.is_terminal:
+        self.line: NotebookLine | None = None
+        if in_notebook():
+            self.line = NotebookLine(self.now().line())
+        elif self.console.is_terminal:
             self.live.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
@@ -147,6 +178,9 @@ class ProgressBar(Callback):
         self.last_step_at = time.monotonic()
         if metrics.step == self.first:
             self.began = self.last_step_at  # the first step is longer than others
+        if self.line is not None:
+            self.line.draw(self.now().line(), last=metrics.step == self.total)
+            return
         # The first and the last step get a line, some between, and any after which the log would be
         # quiet too long.
         due = (
@@ -188,7 +222,7 @@ class ProgressBar(Callback):
 
     def run_ended(self, run: Run) -> None:
         """Stop the display."""
-        if self.console.is_terminal:
+        if self.live.is_started:
             self.live.stop()
 
 

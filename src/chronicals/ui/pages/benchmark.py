@@ -90,7 +90,7 @@ def show_result(path: str, record: Mapping[str, Any], say: Say) -> None:
     """Show a result: bars, and under them what an arm lost and how it was refused."""
     row = record["row"]
     with card(f"{row['model']} · {row['mode']} · {row['data']}"):
-        ui.label(f"{path} · {record.get('date', '')}").classes("quiet")
+        ui.label(" · ".join(filter(None, (path, record.get("date"))))).classes("quiet")
         fast = measured(record)
         if fast:
             rates = [arm["tokens_per_second"] for arm in fast.values()]

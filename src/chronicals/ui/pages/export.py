@@ -10,7 +10,7 @@ from typing import Any
 from nicegui import ui
 
 from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
-from chronicals.ui.frame import card, frame, heading
+from chronicals.ui.frame import card, frame, heading, tell_missing
 from chronicals.ui.job_panel import CommandPanel
 from chronicals.ui.place import Place, read_record
 from chronicals.ui.services import Services
@@ -38,6 +38,7 @@ def add_export(services: Services) -> None:
             services.drafts.fill_in("export", "model", model)
         with frame(services, "export") as say:
             heading(say("nav.export"), say("export.about"))
+            tell_missing(services, "export")
             fields = fields_by_words(say, "export", FIELDS, ["model"])
             paths = ["model", "output", "base_model", "data"]
             form = CommandForm(services.place, ["export"], fields, ["model"], paths)

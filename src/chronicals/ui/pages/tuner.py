@@ -8,7 +8,7 @@ from typing import Any
 from nicegui import ui
 
 from chronicals.ui.form import RecipeDraft, recipe_draft
-from chronicals.ui.frame import card, chip, command_line, frame, heading
+from chronicals.ui.frame import card, chip, command_line, frame, heading, tell_missing
 from chronicals.ui.job_panel import free_name
 from chronicals.ui.jobs import last_lines, shown
 from chronicals.ui.pages.stages import missing_data
@@ -31,6 +31,7 @@ def add_tuner(services: Services) -> None:
     def tuner() -> None:
         with frame(services, "tuner") as say:
             heading(say("nav.tuner"), say("tuner.about"))
+            tell_missing(services, "tune")
             objective = services.drafts.texts(CHOICE).get("objective", "sft")
             draft = recipe_draft(services, objective, say)
             panel = _TunerPanel(services, draft, say)
