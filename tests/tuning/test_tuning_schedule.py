@@ -15,6 +15,10 @@ BUDGET = Budget(steps=180, batch_size=2, gradient_accumulation_steps=2, learning
 def schedule(tmp_path, tuned=None, budget=BUDGET, own=(), **settings):
     settings = StudySettings(**{"metric": "loss", **settings})
     made = recipe(tmp_path, **dict(own))
+    made = made.fitted(  # as the tuner does
+        batch_size=budget.batch_size,
+        gradient_accumulation_steps=budget.gradient_accumulation_steps,
+    )
     space = Space.of(tuned or {"learning_rate": [1e-5, 1e-3, "log"]}, made, settings.metric)
     return schedule_of(budget, settings, space), space
 

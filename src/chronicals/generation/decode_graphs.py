@@ -5,7 +5,9 @@ then; the second one is captured on the tensors of its own slots, and later slot
 copied into them. All graphs share one memory pool.
 
 Graphs live for one call of the engine. Between calls weights may be updated or moved, adapters
-switched off and pages made again; a graph would go on reading what it was captured with.
+switched off and pages made again; a graph would go on reading what it was captured with. For the
+same reason the first step of a bucket is eager in each call: other adapters, or dense copies where
+there were none, are other kernels, which cannot be compiled during a capture.
 """
 
 from __future__ import annotations
