@@ -91,6 +91,18 @@ def test_a_metric_that_there_is_not_ends_the_study(tmp_path, scheduler):
 
 
 @pytest.mark.slow
+def test_a_study_goes_on_after_its_best_was_applied_to_the_recipe(tmp_path):
+    first = ended(tuner(tmp_path, trials=3, repeats=0))
+    applied = tuner(tmp_path, fields={"learning_rate": 3e-3}, trials=5, repeats=0)
+    trials = ended(applied)
+    assert len(trials) == 5 and trials[:3] == first
+    assert "learning_rate: your own settings are those of trial 0" in [
+        e.text for e in applied.poll()
+    ]
+    assert applied.export(tmp_path / "journal.log") == 5
+
+
+@pytest.mark.slow
 def test_another_study_is_not_mixed_with_the_one_that_is_there(tmp_path):
     ended(tuner(tmp_path, trials=2, repeats=0))
     with pytest.raises(ConfigurationError, match="other settings .learning_rate, weight_decay"):

@@ -221,11 +221,33 @@ class Tuner:
     ) -> None:
         self._events.put(Event(kind, text, trial))
 
+    def _as_begun(self) -> None:
+        """Give tuned fields the values that they had when the study began.
+
+        ``apply`` may have written others into the recipe since.
+        """
+        begun = self.study.about().get("recipe")
+        if begun is None:
+            return
+        tuned = {*self.space.fields(self.space.own())}
+        if "batch_size" in tuned:
+            tuned.add("gradient_accumulation_steps")
+        now = {name: self.recipe.to_dict()[name] for name in tuned & self.recipe.explicit}
+        changed = {name for name in tuned if now.get(name) != begun.get(name)}
+        if not changed:
+            return
+        fields = {name: getattr(self.recipe, name) for name in self.recipe.explicit - changed}
+        fields |= {name: begun[name] for name in changed & begun.keys()}
+        self.recipe = Recipe(**fields)
+        self.space = replace(self.space, recipe=self.recipe)
+        self._tell("log", f"{', '.join(sorted(changed))}: your own settings are those of trial 0")
+
     def _prepare(self) -> Schedule:
         """Return the schedule of the trials, and keep what the study is about.
 
         The length of the user's own run is measured once.
         """
+        self._as_begun()
         own = {name: self.recipe.to_dict()[name] for name in sorted(self.recipe.explicit)}
         settings = asdict(self.settings)  # type: ignore[call-overload]
         direction = "maximize" if self.settings.maximizes else "minimize"
