@@ -72,6 +72,8 @@ def test_every_family_is_proved(name, tmp_path, let_return):
     compared = {check.name: check for check in exported.proof.checks}
     assert compared["weights in F32"].value <= 1e-6 and compared["every weight is there"].passed
     assert compared["ids and logits"].passed is None
+    # llama.cpp rotates gpt-oss a little otherwise than it was trained
+    assert ("positions" in compared) == (name == "gpt_oss")
     assert exported.path.exists() and not list(exported.path.parent.glob(".export-*"))
 
 

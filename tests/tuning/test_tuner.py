@@ -2,11 +2,11 @@
 
 import json
 import multiprocessing
-import os
 import random
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from scripted import tuner
@@ -111,11 +111,12 @@ def test_two_tuners_do_not_share_a_study(tmp_path):
 
 
 def alive(pid):
+    """A killed process that the system has not collected yet is not alive."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state != "Z"
 
 
 def runs_alive(folder):

@@ -7,6 +7,7 @@ so that a bound tells a wrong file from a coarse one.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from chronicals.export import llama_cpp
 from chronicals.export.artefact import ArtefactFormat
@@ -198,12 +200,7 @@ class GGUFModel(ArtefactFormat):
             for stored in source.beside_language:
                 to_load.append(in_dtype(stored, stored.dtype))
             write_tensors(Path(place) / "model.safetensors", to_load)
-            config, notes = as_computed(source.config)
-            config.dtype = torch.float32
-            config.save_pretrained(Path(place))
-            for note in notes:
-                proof.not_run("positions", "llama.cpp", note)
-            model = source.load(Path(place))
+            model = _loaded(source, Path(place), source.config)
             source.prove_survival(model, proof)
             beside_trained = "logits beside the trained model's"
             error = largest_error(logits_of(model, source.documents), source.trained_logits)
@@ -212,6 +209,12 @@ class GGUFModel(ArtefactFormat):
                 proof.bounded(beside_trained, "torch", error, bound)
             else:  # quantised weights have no bound
                 proof.reported(beside_trained, "torch", error)
+            config, notes = as_computed(source.config)
+            if notes:  # llama.cpp rotates otherwise than the model was trained
+                model = _loaded(source, Path(place), config)
+                error = largest_error(logits_of(model, source.documents), source.trained_logits)
+                for note in notes:
+                    proof.reported("positions", "llama.cpp", error, note)
             if llama_cpp.is_there():
                 _prove_by_llama_cpp(source, aside, model, self.kind, proof)
             else:
@@ -226,6 +229,14 @@ def _write_ours(source: SourceModel, target: Path, planned: GGUFPlan, kind: str)
         about["license"] = source.licence
     vocabulary = vocabulary_of(source.tokenizer, source.text_config.vocab_size, source.stops)
     write_gguf(target, planned, source.language, vocabulary, kind, about)
+
+
+def _loaded(source: SourceModel, folder: Path, config: PretrainedConfig) -> Any:
+    """Return the model of a folder with weights, in fp32, with another configuration."""
+    config = copy.deepcopy(config)
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    return source.load(folder)
 
 
 def _prove_tokenizer(source: SourceModel, written: GGUFFile, proof: Proof) -> None:
