@@ -5,7 +5,7 @@ SHARED := -n 2 --dist worksteal
 LOWEST := .venv-lowest
 SITE := .venv-site
 
-.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint site release-check clean
+.PHONY: install llama-cpp quickstart test test-all test-ui test-lowest test-gpu lint site release-check image-check clean
 
 install: $(VENV)/.installed
 
@@ -66,6 +66,10 @@ $(SITE)/.installed: .ci/site-requirements.txt
 # What the workflow does on a tag, up to the upload: a wheel, installed in an empty environment, runs
 release-check: install
 	$(BIN)/python .ci/release.py
+
+# The Dockerfile's commands in an empty folder, without a container; as another user where root starts it
+image-check: install
+	$(BIN)/python .ci/image.py
 
 clean:
 	rm -rf $(VENV) $(LOWEST) $(SITE) build dist

@@ -1,7 +1,9 @@
 """What a release needs: one name, a workflow that tests what it uploads, an image that is not root."""
 
 import importlib.util
+import os
 import re
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -15,12 +17,23 @@ WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_
 IMAGE = (ROOT / "Dockerfile").read_text()
 
 
-@pytest.fixture(scope="module")
-def release():
-    spec = importlib.util.spec_from_file_location("release_of_ours", ROOT / ".ci" / "release.py")
+def script(name):
+    """A script of .ci as a module; its dataclasses look themselves up among the modules."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_ours", ROOT / ".ci" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def release():
+    return script("release")
+
+
+@pytest.fixture(scope="module")
+def image():
+    return script("image")
 
 
 def test_another_name_is_that_of_the_project_and_of_its_own_extras(release, tmp_path):
@@ -95,3 +108,75 @@ def test_the_image_is_not_root_and_asks_doctor():
     copied = re.findall(r"^COPY --chown=10001 (.+) /tmp/source", IMAGE, re.MULTILINE)
     for name in " ".join(copied).split():
         assert (ROOT / name).exists()
+
+
+def test_every_command_of_the_image_is_run_or_left_with_a_reason(image):
+    steps = image.steps(IMAGE)
+    shell = IMAGE.replace("\\\n", " ")
+    lines = re.findall(r"^(?:RUN|COPY|FROM|EXPOSE) .+", shell, re.MULTILINE)
+    said = []
+    for line in lines:
+        said += line.removeprefix("RUN ").split("&&")
+    said += ["chronicals doctor --no-self-test", "chronicals --help"]
+    assert [step.text for step in steps] == [" ".join(command.split()) for command in said]
+    left = {step.text.split()[0] for step in steps if isinstance(step, image.Left)}
+    assert left == {"FROM", "apt-get", "rm", "useradd", "EXPOSE"}
+    users = [step.user for step in steps if isinstance(step, image.Command)]
+    assert users == ["root", *["10001"] * 5]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("ADD a /b", "ADD: there is no rule"),
+        ("RUN apt-get update && curl https://a.b/c", "curl https://a.b/c: root's; add curl"),
+        ("CMD chronicals --help", r"CMD chronicals --help: write it as a list"),
+        ("USER 10001\nUSER root", "runs as root"),
+        ("USER somebody", "USER somebody: name it by number"),
+    ],
+)
+def test_what_the_check_of_the_image_does_not_know_stops_it(image, lines, said):
+    with pytest.raises(image.ImageError, match=said):
+        image.rehearse(f"FROM base\n{lines}\n" + "USER 10001\n" * ("USER" not in lines))
+
+
+SMALL = r"""
+FROM base
+RUN useradd --uid 10001 somebody \
+    # between continued lines
+    && install --directory --owner somebody /opt/held
+USER 10001
+ENV HELD=/opt/held
+COPY --chown=10001 constraints.txt /tmp/source/
+RUN grep '^torch==[0-9.]*+cpu$' /tmp/source/constraints.txt && rm -r /tmp/source
+RUN touch $HELD/a && test -e /opt/held/a && test "[flash,peft]" = "[peft]"
+WORKDIR /work
+"""
+
+
+def test_commands_run_in_the_folder_of_the_image_as_its_user(image, capsys):
+    user = 10001 if os.geteuid() == 0 else os.geteuid()
+    asked = f'CMD ["sh", "-c", "test $(id -u) = {user} && test -z $(ls) && test -e /opt/held/a"]'
+    verdict = image.rehearse(f"{SMALL}{asked}\n")
+    told = capsys.readouterr().out
+    assert f"7 run here, as {'user ' if user == 10001 else ''}{user}" in verdict
+    assert "left to the build: useradd" in told and "(torch built for the CPU)" in told
+    assert "left to the build: extra flash" in told
+    assert not Path("/opt/held").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("RUN echo why && false", r"false: exit 1"),
+        ('CMD ["sh", "-c", "echo why; exit 3"]', r"exit 3\nwhy"),
+        pytest.param(
+            'HEALTHCHECK --timeout=1s CMD ["sleep", "9"]',
+            "sleep 9: not done within 1 s",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_command_that_fails_or_hangs_is_named(image, line, said):
+    with pytest.raises(image.ImageError, match=said):
+        image.rehearse(f"{SMALL}{line}\n")
