@@ -6,8 +6,8 @@ The folder stands for the root of the image: each absolute path of a command is 
 root, commands of the image's user run by its number; by anyone else, all are run as who started it, which
 is said. What cannot run here is named with the reason: the build, with the base image, is left to CI.
 
-torch is that of constraints.txt, built for the CPU. Where the index has no such build, tell pip of one:
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+torch is that of constraints.txt, built for the CPU. Where the index has no such build, tell pip of one
+that has (PIP_EXTRA_INDEX_URL).
 """
 
 from __future__ import annotations
