@@ -229,6 +229,7 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, let_return, reco
     assert with_norms == 3 * units > 0 and again == 2 * units
 
 
+@pytest.mark.long
 def test_recomputed_as_far_as_memory_needs_it(tmp_path, let_return):
     """On a card that one layer's activations do not fit on, and later, with the same model, on
     one where all do.
