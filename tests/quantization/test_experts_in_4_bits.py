@@ -96,7 +96,7 @@ def test_few_tokens_are_multiplied_without_the_dense_values(adapters_on, record_
 def test_experts_whose_layout_is_transposed_are_dequantised_first():
     model, _ = quantised("GptOss")
     stack = model.bfloat16().model.layers[0].mlp.experts.stack("gate_up_proj")
-    assert stack.in_place(True) is None
+    assert stack.expert_stack(True) is None
 
 
 def loss_and_gradients(model):

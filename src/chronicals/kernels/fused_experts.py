@@ -73,7 +73,7 @@ class PackedStack(Protocol):
     def __call__(self) -> Tensor:
         """Return the dense values."""
 
-    def in_place(self, transposed: bool) -> ExpertStack | None:
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
         """Return the weight as products of few tokens read it, or None if they cannot.
 
         ``transposed`` says that the values are ``[E, K, N]``.
@@ -107,11 +107,11 @@ class ExpertWeights(NamedTuple):
         return weight.mT if self.transposed else weight
 
     @property
-    def in_place(self) -> ExpertStack | None:
+    def expert_stack(self) -> ExpertStack | None:
         """The weight as products of few tokens read it; None if they read dense values."""
         if isinstance(self.weight, Tensor):
             return StackIn16Bits(self.weight_ENK)
-        stack: ExpertStack | None = self.weight.in_place(self.transposed)
+        stack: ExpertStack | None = self.weight.expert_stack(self.transposed)
         return stack
 
     @property
@@ -188,7 +188,7 @@ def _product(
     gives the same values.
     """
     if are_few_tokens(x, to) and x.dtype == of.weight.dtype:
-        stack = of.in_place
+        stack = of.expert_stack
         if stack is not None:
             return few_tokens_product(x, stack, to, of_tokens, of.bias, adapted)
     return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)

@@ -62,7 +62,7 @@ class Stack:
         """Return the values in their own memory."""
         return _in_shape(self.base.dense(), self.shape, self.transposed)
 
-    def in_place(self, transposed: bool) -> ExpertStack | None:
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
         """Return the weight as products of few tokens read it, or None.
 
         See ``PackedStack``. The codes must have the rows of ``[E, N, K]``.
