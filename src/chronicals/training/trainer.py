@@ -68,6 +68,7 @@ from chronicals.training.run.run_state import Run, TrainingResult
 from chronicals.training.run.trackers import build_trackers
 from chronicals.training.session import Session, prepared
 from chronicals.training.step.routers import keep_anchor
+from chronicals.training.step.training_step import rate_factor
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -408,6 +409,11 @@ class ChronicalsTrainer:
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the "
                 "run: the peak would never be "
                 "reached"
+            )
+        if run.total_steps == 1 and rate_factor(config, 0, 1) == 0:
+            raise ConfigurationError(
+                "warmup_from_zero=True: the only step of the run has a learning rate of 0; "
+                "train more steps, or leave warmup_from_zero out"
             )
         keeps_best = eval_store is not None and config.keep != "last"
         saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, keeps_best, self._earlier)

@@ -243,8 +243,9 @@ class Loop:
                     values["grad_norm"] == 0.0
                     and session.objective.why_no_gradient(values) is not None
                 )
-                run.coverage = audit.close(bool(values["applied"]), flat=is_flat)
-                # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
+                run.coverage = audit.close(bool(values["applied"] and factor), flat=is_flat)
+                # A step that was skipped, whose rate is 0 or whose loss is flat has no coverage: look
+                # at the next.
                 audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
             self._deliver_pending()
