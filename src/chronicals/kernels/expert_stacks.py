@@ -174,10 +174,12 @@ class StackInFP8(ExpertStack):
     @property
     def layout(self) -> Layout:
         """The integers by which a kernel finds the values."""
-        _, outputs, columns = self.values.shape
+        slots, outputs, columns = self.values.shape
         return Layout(
             FORMAT_FP8,
-            *self.values.shape,
+            slots,
+            outputs,
+            columns,
             self.values.stride(0),
             columns,
             1,
