@@ -4,8 +4,8 @@
     python benchmarks/generation_rows.py OUT.json --tiny      # the same at tiny sizes, also without a card
 
 Prompts of 256 random tokens, 512 new ones, 8 x 8 and 64 x 8 answers, drawn at temperature 1; random
-weights, so no answer ends early. Each arm runs in a process of its own, which generates a few tokens
-first: kernels are compiled and graphs captured then. Peers have at most a minute: where that is not
+weights, so no answer ends early. Each arm runs in a process of its own, which generates as many tokens
+once before: kernels are compiled then, for every width of a block table. Peers have at most a minute: where that is not
 enough for 512 new tokens they make as many as ``--peer-tokens``, and ours runs at that number, too.
 
 A step's floor is what it must read and multiply, at the rates of the card (``chronicals doctor
@@ -44,8 +44,8 @@ from chronicals.step_work import DecoderShape
 
 PROMPT = 256
 NEW = 512
-WARM = 8
-"""New tokens of the call that compiles and captures."""
+PROFILED = 24
+"""New tokens of the call whose kernels are listed."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
     model = built(row, length + new, tiny)
     prompts = prompts_of(row, model.config.vocab_size, length)
     call = CALLS[arm](model, row, prompts)
-    call(min(WARM, new))
+    call(new)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -147,7 +147,7 @@ def kernels_of_step(call: Any, row: Row) -> dict[str, Any]:
     Of a call's ``kernel_times`` each entry is a name, how often it ran, and its microseconds.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        call(3 * WARM)
+        call(PROFILED)
         torch.cuda.synchronize()
     events = [one for one in profiled.events() if one.device_type == DeviceType.CUDA]
     events.sort(key=lambda one: one.time_range.start)
@@ -328,6 +328,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, nargs="*", default=(NEW, 64), help="of ours")
     parser.add_argument("--each", type=float, default=90)
     parser.add_argument("--limit", type=float, default=540)
     parser.add_argument("--tiny", action="store_true")
@@ -345,7 +346,7 @@ def main() -> None:
         for arm in given.arms:
             if arm == "unsloth" and row.packed:
                 continue  # its loader quantises another way: in bf16 alone
-            counts = (NEW, given.peer_tokens) if arm == "ours" else (given.peer_tokens,)
+            counts = given.tokens if arm == "ours" else (given.peer_tokens,)
             for new in counts:
                 key = f"{row.name}, {arm}, {new}"
                 left = given.limit - (time.perf_counter() - begun)
