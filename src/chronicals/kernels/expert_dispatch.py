@@ -67,6 +67,11 @@ class Dispatch(NamedTuple):
         """The number E of experts."""
         return len(self.bounds) - 1
 
+    @property
+    def tokens(self) -> int:
+        """The number T of tokens."""
+        return len(self.order_S) // self.each
+
     def received(self) -> Tensor:
         """Return the expert among whose rows each pair is, int64 ``[T, k]``; E for none."""
         pairs = len(self.order_S)
