@@ -58,6 +58,7 @@ from chronicals.training.run.guard import (
     saying_what_helps,
 )
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
+from chronicals.training.run.live_samples import LiveSamples
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard
 from chronicals.training.run.recovery import Recovery
@@ -430,6 +431,7 @@ class ChronicalsTrainer:
         recovery = None
         if config.fit == "auto":
             recovery = Recovery(session, stream, made_for, self.output_dir)
+        live = LiveSamples(session, samples)
         loop = Loop(
             session,
             run,
@@ -441,10 +443,12 @@ class ChronicalsTrainer:
             about,
             self._watch,
             recovery,
+            live,
         )
         loop.prove_that_ranks_are_alike()
         if resumed is None:
             self.ranks.writer_does(samples.keep, OSError)
+            self.ranks.writer_does(live.begin, OSError)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
         with self._stop.on_signals(), callbacks.around(run):
