@@ -52,7 +52,14 @@ MIN_PRODUCT_COLUMNS = 16
 
 
 class InFP8(Protocol):
-    """The weights of all experts in e4m3, with one scale for each expert."""
+    """The weights of all experts in e4m3, with one scale for each expert.
+
+    Attributes:
+        column_slots: int32 ``[E]``, the place of each expert's matrix in ``columns``; None if they
+            are in the order of experts.
+    """
+
+    column_slots: Tensor | None
 
     def rows(self) -> Scaled:
         """Return ``[E, N, K]``, for ``y = x Wᵀ``."""
@@ -89,6 +96,8 @@ class ExpertWeights(NamedTuple):
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: scale s of the adapter.
         in_fp8: used for the products instead of ``weight``, which is then read only to train it.
+        slots: int32 ``[E]``, the place of each expert's matrix in ``weight``, or in the rows of
+            ``in_fp8``, if these hold matrices in another order.
     """
 
     weight: Any
@@ -98,6 +107,7 @@ class ExpertWeights(NamedTuple):
     up: Tensor | None = None
     scale: float = 1.0
     in_fp8: InFP8 | None = None
+    slots: Tensor | None = None
 
     @property
     def weight_ENK(self) -> Tensor:
@@ -141,7 +151,7 @@ class ProductInput(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _through(
+def apply_product(
     x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
@@ -162,7 +172,9 @@ def _through(
         return _product(x.dense, of, to, of_tokens, adapted), thin, None
     assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
-    y = fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True)
+    y = fp8_grouped_product(
+        x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True, slots=of.slots
+    )
     return y, thin, weight.scale
 
 
@@ -174,10 +186,10 @@ def _product(
         y = of.weight.of_few_tokens(x, to, of_tokens, of.transposed, of.bias)
         if y is not None:
             return y if adapted is None else y.add_(grouped_product(*adapted, to))
-    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)
+    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted, slots=of.slots)
 
 
-def _back(
+def input_gradient(
     dy: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
@@ -192,7 +204,7 @@ def _back(
         of: the weights of the product.
         to: the dispatch of the rows.
         of_tokens: gather the rows of dy from tokens.
-        scale: the weight's scales from ``_through``, in FP8.
+        scale: the weight's scales from ``apply_product``, in FP8.
         dtype: dtype of the gradient, in FP8.
     """
     thin = adapted = None
@@ -202,11 +214,16 @@ def _back(
         adapted = LowRankTerm(thin, of.down.mT)
     if of.in_fp8 is None:
         assert dy.dense is not None
-        return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
+        weight = of.weight_ENK.mT
+        d_x = grouped_product(dy.dense, weight, to, of_tokens, adapted=adapted, slots=of.slots)
+        return d_x, thin
     assert dy.in_fp8 is not None and scale is not None
-    return fp8_grouped_product(
-        dy.in_fp8, of.in_fp8.columns(scale), to, of_tokens, adapted=adapted, dtype=dtype
-    ), thin
+    columns = of.in_fp8.columns(scale)
+    slots = of.in_fp8.column_slots
+    d_x = fp8_grouped_product(
+        dy.in_fp8, columns, to, of_tokens, adapted=adapted, dtype=dtype, slots=slots
+    )
+    return d_x, thin
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
@@ -256,12 +273,12 @@ class _FusedExperts(torch.autograd.Function):
         first = settings.first.with_tensors(w1, b1, a1, u1)
         second = settings.second.with_tensors(w2, b2, a2, u2)
         of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
-        h, thin, of_first = _through(of_x, first, to, True, x.dtype)
+        h, thin, of_first = apply_product(of_x, first, to, True, x.dtype)
         del of_x  # in FP8 it holds a copy of x
         in_fp8 = second.in_fp8 is not None
         dense = not in_fp8 or a2 is not None
         unit = ProductInput(*expert_glu(h, settings.gate, dense, in_fp8))
-        z, _, of_second = _through(unit, second, to, False, x.dtype)
+        z, _, of_second = apply_product(unit, second, to, False, x.dtype)
         ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
@@ -318,7 +335,7 @@ class _FusedExperts(torch.autograd.Function):
         )
         dy = dy.contiguous()
         of_dy = ProductInput(dy, None if second.in_fp8 is None else fp8_quantize(dy, "row")[0])
-        g, thin_dy = _back(of_dy, second, to, True, of_second, dy.dtype)
+        g, thin_dy = input_gradient(of_dy, second, to, True, of_second, dy.dtype)
         del of_dy  # in FP8 it holds a copy of dy
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
@@ -348,7 +365,7 @@ class _FusedExperts(torch.autograd.Function):
                 of_tokens.scatter_add_(1, experts, shares.to(dy.dtype))
                 gradients["b2"] = product(of_tokens.t(), dy, b2.dtype)
         gradients["shares"] = d_shares.view_as(shares).to(shares.dtype)
-        d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
+        d_x, thin_dh = input_gradient(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
                 gradients["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)

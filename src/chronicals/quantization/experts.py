@@ -282,7 +282,9 @@ def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mappin
 
     They stay in memory for the backward pass.
     """
-    dense = {name: x.dense() if isinstance(x, Stack) else x for name, x in stacks.items()}
+    dense = {
+        name: x if x is None or isinstance(x, Tensor) else x.dense() for name, x in stacks.items()
+    }
     return functional_call(inner, dense, inputs, dict(named))
 
 
