@@ -22,6 +22,8 @@ module = sys.modules["chronicals.kernels.fused_experts"]
 class Quantised:
     """A weight in FP8, made at each use."""
 
+    column_slots = None
+
     def __init__(self, weight, transposed):
         self.weight = weight
         self.layouts = ("columns", "rows") if transposed else ("rows", "columns")

@@ -52,14 +52,11 @@ MIN_PRODUCT_COLUMNS = 16
 
 
 class InFP8(Protocol):
-    """The weights of all experts in e4m3, with one scale for each expert.
+    """The weights of all experts in e4m3, with one scale for each expert."""
 
-    Attributes:
-        column_slots: int32 ``[E]``, the place of each expert's matrix in ``columns``; None if they
-            are in the order of experts.
-    """
-
-    column_slots: Tensor | None
+    @property
+    def column_slots(self) -> Tensor | None:
+        """Place of each expert's matrix in ``columns``, int32 ``[E]``; None: as they are numbered."""
 
     def rows(self) -> Scaled:
         """Return ``[E, N, K]``, for ``y = x Wᵀ``."""

@@ -9,7 +9,8 @@ once:
 Each row goes through the same products in the same order as if all weights were there, and the rows
 of an expert are never divided. The backward pass asks for the waves again; adapters of experts are
 on the device as a whole and learn, weights and biases do not. The host looks at the number of rows
-of each expert once in a forward pass, and never in a backward pass.
+of each expert once in a forward pass, and never in a backward pass. The kernels are those of
+``fused_experts``, which reads records in place through ``slots``.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R
 rank.

@@ -139,9 +139,10 @@ def _compute(
     adapters = factors or {}
     source = source_of(stacks)
     if source is not None:
-        first, second = (_adapter(adapters.get(name)) for name in _PRODUCTS)
-        rows = x.to(stacks[_PRODUCTS[0]].dtype)  # type: ignore[index]
-        y = streamed_experts(rows, experts, shares, source, first, second, gate_of(module))
+        of_first, of_second = (_adapter(adapters.get(name)) for name in _PRODUCTS)
+        rows = x.to(source.dtype)
+        gate = gate_of(module)
+        y = streamed_experts(rows, experts, shares, source, of_first, of_second, gate)
         return y.to(x.dtype)
     formats: dict[str, FP8Experts] = {}
     if stacks is None:

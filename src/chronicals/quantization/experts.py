@@ -282,7 +282,7 @@ def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mappin
 
     They stay in memory for the backward pass.
     """
-    dense = {
+    dense: dict[str, Any] = {
         name: x if x is None or isinstance(x, Tensor) else x.dense() for name, x in stacks.items()
     }
     return functional_call(inner, dense, inputs, dict(named))

@@ -209,7 +209,7 @@ class ExpertEngine:
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
-    ) -> Iterator[tuple[range, list[int], InMemory]]:
+    ) -> Iterator[tuple[range, list[int], Tensor]]:
         """Yield the experts of a layer with rows, when products may read them.
 
         Args:
@@ -218,8 +218,8 @@ class ExpertEngine:
             backward: for a backward pass, in which the layer before is wanted next.
 
         Yields:
-            The range of experts, the slot of each (-1 for those without rows), and the memory
-            ``slots`` is on the device.
+            The range of experts, and the slot of each (-1 for those without rows), on the host and
+            as int32 on the device.
         """
         count = self.layers[layer].count
         queue = [e for e in range(count) if bounds[e] < bounds[e + 1]]

@@ -50,6 +50,11 @@ class LayerSource:
         return self._sizes
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values that products read."""
+        return self.records.formats[GATE_UP].dtype
+
+    @property
     def in_fp8(self) -> bool:
         """True if the products run in FP8."""
         return self.records.formats[GATE_UP].in_fp8
