@@ -34,8 +34,6 @@ from chronicals.generation import (
 
 ROW = Row("0.5b, 8 x 8", "0.5b", 8)
 PROMPT, NEW = 256, 128
-WARM = 8
-"""New tokens of the call that compiles and captures."""
 
 
 def packed(texts: list[list[int]], device: torch.device) -> Batch:
@@ -53,7 +51,7 @@ def packed(texts: list[list[int]], device: torch.device) -> Batch:
 def gap_of(model: Any, requests: list[Request], answers: list[list[Answer]]) -> dict[str, float]:
     """Return how far log-probabilities of the first answers are from those of the packed pass.
 
-    Beside it stands how far that pass is from itself in fp32.
+    Beside it stands how far that pass is from transformers' own in fp32.
     """
     texts = [[*one.prompt, *group[0].tokens] for one, group in zip(requests, answers)]
     batch = packed(texts, model.device)
@@ -66,7 +64,7 @@ def gap_of(model: Any, requests: list[Request], answers: list[list[Answer]]) -> 
         seconds = peaks_of(score)["seconds"]
     rows: Any = found.pop("values")
     with torch.no_grad():
-        exact = packed_log_probabilities(copy.deepcopy(model).float(), batch)
+        exact = in_fp32(model, texts)
     lengths = [len(text) for text in texts]
     gaps, own = list[torch.Tensor](), list[torch.Tensor]()
     for chosen, true, one, group in zip(
@@ -83,6 +81,20 @@ def gap_of(model: Any, requests: list[Request], answers: list[list[Answer]]) -> 
         "packed_from_fp32": float(torch.cat(own).mean()),
         "packed_seconds": seconds,
     }
+
+
+def in_fp32(model: Any, texts: list[list[int]]) -> torch.Tensor:
+    """Return the log-probability of each token's successor by the model's class in fp32, a text at a
+    time; 0 behind a text's last token.
+    """
+    wide = copy.deepcopy(model).float()
+    found = list[torch.Tensor]()
+    for text in texts:
+        ids = torch.tensor([text], device=model.device)
+        scores = wide(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+        chosen = scores[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        found.append(torch.cat((chosen, chosen.new_zeros(1))))
+    return torch.cat(found)
 
 
 def measured(exact: bool, tiny: bool) -> dict[str, Any]:
@@ -104,7 +116,7 @@ def measured(exact: bool, tiny: bool) -> dict[str, Any]:
     def generate(count: int) -> None:
         answers[:] = engine.generate(requests_of(count))
 
-    generate(min(WARM, new))
+    generate(new)
     taken = peaks_of(partial(generate, new))
     made = sum(len(one.tokens) for group in answers for one in group)
     gap = gap_of(model, requests_of(new), answers)

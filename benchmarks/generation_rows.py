@@ -1,11 +1,11 @@
-"""Tokens a second of generation at two shapes, beside transformers, on a card.
+"""Tokens a second of generation at two shapes, beside transformers and Unsloth, on a card.
 
     python benchmarks/generation_rows.py OUT.json [--rates RATES.json] [--only NAME ...] [--limit 560]
     python benchmarks/generation_rows.py OUT.json --tiny      # the same at tiny sizes, also without a card
 
 Prompts of 256 random tokens, 512 new ones, 8 x 8 and 64 x 8 answers, drawn at temperature 1; random
-weights, so no answer ends early. Each arm runs in a process of its own, which generates a few tokens
-first: kernels are compiled and graphs captured then. Peers have at most a minute: where that is not
+weights, so no answer ends early. Each arm runs in a process of its own, which generates as many tokens
+once before: kernels are compiled then, for every width of a block table. Peers have at most a minute: where that is not
 enough for 512 new tokens they make as many as ``--peer-tokens``, and ours runs at that number, too.
 
 A step's floor is what it must read and multiply, at the rates of the card (``chronicals doctor
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from recipes_on_card import GIB, forked, machine, model_of, shape_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from chronicals.benchmark.shapes import zipf_ids
+from chronicals.benchmark.shapes import word_tokenizer, zipf_ids
 from chronicals.cards import BF16, Rates
 from chronicals.generation import Engine, EngineSettings, Request, Sampling
 from chronicals.generation.call import LOGIT_ROWS
@@ -43,8 +44,8 @@ from chronicals.step_work import DecoderShape
 
 PROMPT = 256
 NEW = 512
-WARM = 8
-"""New tokens of the call that compiles and captures."""
+PROFILED = 24
+"""New tokens of the call whose kernels are listed."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ ROWS = (
     Row("8b NF4, 8 x 8", "8b", 8, packed=True),
 )
 
-ARMS = ("ours", "generate", "generate_batch")
+ARMS = ("ours", "generate", "generate_batch", "unsloth")
 
 
 def prompts_of(row: Row, vocabulary: int, length: int) -> list[list[int]]:
@@ -115,7 +116,7 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
     model = built(row, length + new, tiny)
     prompts = prompts_of(row, model.config.vocab_size, length)
     call = CALLS[arm](model, row, prompts)
-    call(min(WARM, new))
+    call(new)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -127,7 +128,7 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     nodes = {}
     if arm == "ours" and torch.cuda.is_available():
-        nodes = {"kernels": kernels_of_step(call, row), "empty_node": empty_node_seconds()}
+        nodes = {**kernels_of_step(call, row), "empty_node": empty_node_seconds()}
     return {
         **nodes,
         "row": row.name,
@@ -140,16 +141,27 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
     }
 
 
-def kernels_of_step(call: Any, row: Row) -> int:
-    """Return the kernels of a decode step, between the last two groups of draws of a call."""
+def kernels_of_step(call: Any, row: Row) -> dict[str, Any]:
+    """Return number and times of a decode step's kernels, between the last two groups of draws.
+
+    Of a call's ``kernel_times`` each entry is a name, how often it ran, and its microseconds.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        call(3 * WARM)
+        call(PROFILED)
         torch.cuda.synchronize()
     events = [one for one in profiled.events() if one.device_type == DeviceType.CUDA]
     events.sort(key=lambda one: one.time_range.start)
     draws = [place for place, one in enumerate(events) if "_pick_kernel" in one.name]
     of_step = -(-row.sequences // LOGIT_ROWS)
-    return draws[-1] - draws[-1 - of_step]
+    step = events[draws[-1 - of_step] + 1 : draws[-1] + 1]
+    times = dict[str, list[float]]()
+    for one in step:
+        times.setdefault(one.name[:60], []).append(one.time_range.elapsed_us())
+    return {
+        "kernels": len(step),
+        "busy": sum(sum(each) for each in times.values()) / 1e6,
+        "kernel_times": [(name, len(each), sum(each)) for name, each in times.items()],
+    }
 
 
 @triton.jit
@@ -233,7 +245,36 @@ def by_batch(model: Any, row: Row, prompts: list[list[int]]) -> Any:
     return call
 
 
-CALLS = {"ours": ours, "generate": by_generate, "generate_batch": by_batch}
+def by_unsloth(model: Any, row: Row, prompts: list[list[int]]) -> Any:
+    """Return the same of Unsloth's ``generate``, without vLLM (``fast_inference=False``).
+
+    It loads a folder, so the model is saved first, and leaves the card. Its process has imported
+    transformers before, which it warns of: what it replaces in transformers is replaced all the same.
+    """
+    from unsloth import FastLanguageModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        word_tokenizer(model.config.vocab_size).save_pretrained(folder)
+        model.to("meta")
+        torch.cuda.empty_cache()
+        loaded, _ = FastLanguageModel.from_pretrained(
+            folder,
+            max_seq_length=PROMPT + NEW,
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            fast_inference=False,
+        )
+    FastLanguageModel.for_inference(loaded)
+    return by_generate(loaded, row, prompts)
+
+
+CALLS = {
+    "ours": ours,
+    "generate": by_generate,
+    "generate_batch": by_batch,
+    "unsloth": by_unsloth,
+}
 
 
 def floor_of_step(row: Row, shape: DecoderShape, rates: Rates, keys: float, prompt: int) -> float:
@@ -287,6 +328,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--arms", nargs="*", default=list(ARMS))
     parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, nargs="*", default=(NEW, 64), help="of ours")
     parser.add_argument("--each", type=float, default=90)
     parser.add_argument("--limit", type=float, default=540)
     parser.add_argument("--tiny", action="store_true")
@@ -302,7 +344,9 @@ def main() -> None:
         if given.only and not any(part in row.name for part in given.only):
             continue
         for arm in given.arms:
-            counts = (NEW, given.peer_tokens) if arm == "ours" else (given.peer_tokens,)
+            if arm == "unsloth" and row.packed:
+                continue  # its loader quantises another way: in bf16 alone
+            counts = given.tokens if arm == "ours" else (given.peer_tokens,)
             for new in counts:
                 key = f"{row.name}, {arm}, {new}"
                 left = given.limit - (time.perf_counter() - begun)

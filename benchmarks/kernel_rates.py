@@ -49,6 +49,18 @@ from chronicals.kernels.expert_glu import (
     expert_glu,
     expert_glu_gradient,
 )
+from chronicals.kernels.expert_stacks import (
+    ExpertStack,
+    StackIn4Bits,
+    StackIn16Bits,
+    StackInFP8,
+    StackInGGUF,
+    StackInMXFP4,
+)
+from chronicals.kernels.few_tokens_product import (
+    few_tokens_product,
+    few_tokens_product_reference,
+)
 from chronicals.kernels.fp8 import (
     FP8_SCALINGS,
     Amax,
@@ -81,7 +93,6 @@ from chronicals.kernels.linear_distillation import (
 from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.mxfp4 import dequantize_mxfp4
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
-from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
 from chronicals.kernels.nf4_product import nf4_product, nf4_product_reference, nf4_products
 from chronicals.kernels.paged_attention import (
     SharedPages,
@@ -1023,34 +1034,94 @@ def products_of_few_rows():
 
 
 def products_of_few_tokens():
-    """``nf4_grouped_product``: gate and up of 128 experts, 8 of them a token, for 1, 8 and 64
-    tokens, beside the weights in 16 bits and with all experts dequantised first.
+    """``few_tokens_product``: gate and up of 128 experts, 8 of them a token, for 1, 8 and 64
+    tokens, in every format, from slots in another order. Beside them the product over dense weights
+    in 16 bits, and packed weights with all experts dequantised first. The floor is the bytes of the
+    chosen experts, with tokens and results.
     """
     experts, each, outputs, columns = 128, 8, 1536, 2048
     dense = random(experts, outputs, columns, scale=0.02)
+    slots = torch.randperm(experts, device="cuda").int()
+    room = torch.empty_like(dense)
+    matrix = room.view(-1, columns)
     codes, absmax = quantize_nf4(dense.view(-1, columns))
     scales = quantize_scales(absmax)
-    room = torch.empty_like(dense)
-
-    def dequantised(x: Tensor, to: Dispatch) -> Tensor:
-        dequantize_4bit(codes, scales, room.view(-1, columns))
-        return grouped_product(x, room, to, True)
-
+    in_fp8, _ = fp8_quantize_experts(dense)
+    byte = torch.uint8
+    mxfp4_codes = torch.randint(0, 256, (experts, outputs, columns // 2), dtype=byte, device="cuda")
+    exponents = torch.full((experts, outputs, columns // 32), 120, dtype=byte, device="cuda")
+    blocks = torch.randint(0, 256, (experts, outputs, columns // 256 * 144), dtype=byte)
+    blocks = blocks.cuda()
+    formats = {
+        "16 bit": (StackIn16Bits(dense), None),
+        "FP8": (StackInFP8.of_experts(*in_fp8), None),
+        "NF4": (
+            StackIn4Bits.of_matrix(codes, scales, experts, outputs, 64, "nf4"),
+            lambda: dequantize_4bit(codes, scales, matrix),
+        ),
+        "MXFP4": (
+            StackInMXFP4(mxfp4_codes, exponents),
+            lambda: dequantize_mxfp4(mxfp4_codes, exponents, matrix),
+        ),
+        "Q4_K": (StackInGGUF(blocks, "Q4_K"), lambda: dequantize_gguf(blocks, matrix, "Q4_K")),
+    }
     for tokens in (1, 8, 64):
         chosen = torch.rand(tokens, experts, device="cuda").topk(each, 1).indices
         to = dispatch_to_experts(chosen, experts)
         x = random(tokens, columns)
         visited = len(chosen.unique())
-        yield Row(
-            f"nf4_grouped_product, {tokens} tokens",
-            {
-                "ours": lambda x=x, to=to: nf4_grouped_product(x, codes, scales, to, outputs, True),
-                "16 bit": lambda x=x, to=to: grouped_product(x, dense, to, True),
-                "dequantised": lambda x=x, to=to: dequantised(x, to),
-            },
-            bytes=visited * (codes.nbytes + scales.absmax.nbytes) // experts
-            + 2 * tokens * (columns + each * outputs),
-        )
+        for name, (stack, dequantise) in formats.items():
+            yield products_of_one_format(
+                f"{name}, {tokens} tokens", x, to, stack, slots, visited, dense, dequantise, room
+            )
+
+
+def products_of_one_format(
+    name: str,
+    x: Tensor,
+    to: Dispatch,
+    stack: ExpertStack,
+    slots: Tensor,
+    visited: int,
+    dense: Tensor,
+    dequantise: Callable[[], object] | None,
+    room: Tensor,
+) -> Row:
+    """The row of ``few_tokens_product`` for one format and number of tokens.
+
+    Args:
+        visited: number of experts that are chosen.
+        dense: the weights in 16 bits.
+        dequantise: writes the packed weights to ``room``; None for weights that are not packed.
+    """
+
+    def dequantised() -> Tensor:
+        dequantise()
+        return grouped_product(x, room, to, True)
+
+    arms = {
+        "ours": lambda: few_tokens_product(x, stack, to, True, slot_of_expert=slots),
+        "all in place": lambda: few_tokens_product(x, stack, to, True),
+        "dense": lambda: grouped_product(x, dense, to, True),
+    }
+    if dequantise is not None:
+        arms["dequantised"] = dequantised
+    of_experts = sum(tensor.nbytes for tensor in stack.tensors if tensor.ndim > 1)
+    pairs = len(to.order_S)
+    outputs = stack.layout.outputs
+    return Row(
+        f"few_tokens_product, {name}",
+        arms,
+        bytes=visited * of_experts // len(slots) + 2 * (x.numel() + pairs * outputs),
+        error=errors_of_few_tokens(x, stack, to),
+    )
+
+
+def errors_of_few_tokens(x: Tensor, stack: ExpertStack, to: Dispatch) -> tuple[float, float]:
+    """The relative errors of ``few_tokens_product`` and of its reference, against fp64."""
+    exact = few_tokens_product_reference(x.double(), stack, to, True)
+    products = few_tokens_product, few_tokens_product_reference
+    return tuple(relative(product(x, stack, to, True), exact) for product in products)
 
 
 def gguf_blocks():
@@ -1350,7 +1421,7 @@ GROUPS = {
     "fp8": fp8,
     "nf4": nf4,
     "nf4_product": products_of_few_rows,
-    "nf4_grouped_product": products_of_few_tokens,
+    "few_tokens_product": products_of_few_tokens,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,

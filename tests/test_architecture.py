@@ -249,6 +249,7 @@ SHARED = {
     "__init__",
     "cuda_graphs",
     "divergence_rows",
+    "expert_stacks",
     "host_memory",
     "launch",
     "linear_head",

@@ -113,8 +113,7 @@ def their_rates(theirs, steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    # Their first step has a rate of 0; ours takes the first part of the rise (docs/convert.md).
-    return [*((step + 1) / warmup for step in range(warmup)), *rates[warmup:]]
+    return rates
 
 
 def their_trained_tokens(theirs, place):

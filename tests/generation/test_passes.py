@@ -1,5 +1,6 @@
 """Passes of the modules of many families over pages: greedy text is that of transformers."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,20 @@ from chronicals.generation.passes import Latents, Probe, attending_pages, run_pa
 from chronicals.generation.requests import Request
 from chronicals.generation.schedule import EngineSettings, Prompt
 from chronicals.kernels import paged_attention
+from chronicals.kernels.mxfp4 import MXFP4_BLOCK
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.layers import linear_adapters
-from chronicals.models import quantise_experts
 from chronicals.patching import patch_model, patch_parts
 from chronicals.patching.decoder_layer import runs
-from chronicals.quantization import Linear4bit, Packed, PackedStorage, packed_layers
+from chronicals.quantization import (
+    MXFP4,
+    Blocks,
+    Linear4bit,
+    Packed,
+    PackedExperts,
+    PackedStorage,
+    packed_layers,
+)
 from interpreted import counted_launches, kernels_run, only_interpreted
 
 LENGTHS = (3, 29, 17, 16, 32, 1, 25, 40, 9, 7, 11, 33, 31, 2, 5, 19, 38)
@@ -273,23 +282,60 @@ def test_weights_of_one_input_are_one_launch_in_each_step():
     assert (counts[1] - counts[0])["_nf4_product_kernel"] == 4 * len(model.model.layers)
 
 
+def in_mxfp4(matrix):
+    """A weight of random codes and ordinary sizes in the shape of ``matrix``."""
+    rows, columns = matrix.shape
+    codes = torch.randint(0, 256, (rows * columns // 2,)).to(torch.uint8)
+    scales = torch.randint(121, 125, (rows * columns // MXFP4_BLOCK,)).to(torch.uint8)
+    return MXFP4(codes, scales, (rows, columns), matrix.dtype)
+
+
+def in_gguf(matrix):
+    """The weight rounded to Q8_0: an fp16 scale and 32 codes of 8 bits a block."""
+    blocks = matrix.detach().float().view(-1, 32)
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).half()
+    codes = (blocks / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    bytes_of_blocks = torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1)
+    return Blocks.of(bytes_of_blocks.view(len(matrix), -1), "Q8_0", matrix.dtype)
+
+
+EXPERTS = {"16 bit": None, "nf4": Packed.of, "mxfp4": in_mxfp4, "gguf": in_gguf}
+
+
 @only_interpreted
 @pytest.mark.slow
-def test_few_tokens_reach_experts_in_four_bits_without_dequantising_them(must_not_call):
-    """In two launches a layer of two products, also with adapters on experts."""
+@pytest.mark.parametrize("format", EXPERTS)
+def test_few_tokens_read_experts_in_place(format, must_not_call):
+    """In two launches a layer of two products, also with adapters on experts. Each token of an
+    answer is the likeliest by the same values in fp32, dequantised first, but for near ties.
+    """
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     config = transformers.Qwen3MoeConfig(
         **{**families.SIZES, **sizes, "num_experts": 4, "num_experts_per_tok": 2}
     )
     model = varied(families.randomise(transformers.Qwen3MoeForCausalLM(config)).bfloat16())
-    assert quantise_experts(model) == len(model.model.layers)
+    if EXPERTS[format] is not None:
+        for layer in model.model.layers:
+            layer.mlp.experts = PackedExperts.of(layer.mlp.experts, EXPERTS[format])
+    plain = copy.deepcopy(model)
+    for layer in plain.model.layers:
+        if isinstance(layer.mlp.experts, PackedExperts):
+            layer.mlp.experts = layer.mlp.experts.plain()
+    plain.float()
     patch_parts(model)
     must_not_call(PackedStorage, "filled", "all experts are dequantised")
     must_not_call(Packed, "dense", "all experts are dequantised")
+    prompt = [5, 6, 7]
     with kernels_run(), counted_launches() as launches:
-        Engine(model).generate([Request([5, 6, 7], 3)])
-    products = launches["_nf4_grouped_kernel"]
+        ((answer,),) = Engine(model).generate([Request(prompt, 6)])
+    products = launches["_few_tokens_kernel"]
     assert products and products % (2 * len(model.model.layers)) == 0
+    assert not launches["_product_kernel"]
+    with torch.no_grad():
+        logits = plain(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    spread = logits.amax(1) - logits.amin(1)
+    assert (logits.amax(1) - chosen <= 0.05 * spread).all()
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
-        "nf4_grouped_product": lambda: products_of_few_tokens(nf4),
+        "few_tokens_product": lambda: products_of_few_tokens(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
@@ -501,23 +501,65 @@ def products_of_few_rows(nf4) -> None:
 
 
 def products_of_few_tokens(nf4) -> None:
-    """One token and many, with a bias and without, both forms of scales, small blocks and large."""
+    """Weights in every format, small blocks and large: one token, and 64 from slots with a bias and
+    an adapter.
+    """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
-    from chronicals.kernels.nf4_grouped_product import nf4_grouped_product
+    from chronicals.kernels.few_tokens_product import few_tokens_product
+    from chronicals.kernels.grouped_product import LowRankTerm
 
     experts = 8
-    for outputs, columns, block in ((1536, 2048, 64), (96, 896, 32), (64, 1024, 512)):
-        packed = torch.zeros(experts * outputs * columns // 2, dtype=torch.uint8)
-        absmax = torch.zeros(experts * outputs * columns // block)
-        nested = absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(())
-        bias = torch.zeros(experts, outputs, dtype=HALF)
-        for tokens in (1, 64):
-            to = dispatch_to_experts(torch.zeros(tokens, 4, dtype=torch.int64), experts)
-            x = torch.zeros(tokens, columns, dtype=HALF)
-            sorted_x = torch.zeros(4 * tokens, columns, dtype=HALF)
-            for scales in (nf4.Scales(absmax), nf4.Scales(*nested)):
-                nf4_grouped_product(x, packed, scales, to, outputs, True, None, block)
-                nf4_grouped_product(sorted_x, packed, scales, to, outputs, False, bias, block)
+    slots = torch.zeros(experts, dtype=torch.int32)
+    to = dispatch_to_experts(torch.zeros(1, 4, dtype=torch.int64), experts)
+    for stack in stacks_of_experts(nf4, experts, 1536, 2048):
+        few_tokens_product(torch.zeros(1, 2048, dtype=HALF), stack, to, True)
+
+    pairs, outputs = 256, 96
+    to = dispatch_to_experts(torch.zeros(pairs // 4, 4, dtype=torch.int64), experts)
+    bias = torch.zeros(experts, outputs, dtype=HALF)
+    adapted = LowRankTerm(
+        torch.zeros(pairs, 16, dtype=HALF), torch.zeros(experts, outputs, 16, dtype=HALF)
+    )
+    for stack in stacks_of_experts(nf4, experts, outputs, 896):
+        x = torch.zeros(pairs, stack.layout.columns, dtype=HALF)
+        few_tokens_product(x, stack, to, False, bias, adapted, slots)
+
+
+def stacks_of_experts(nf4, experts: int, outputs: int, columns: int) -> list:
+    from chronicals.kernels import expert_stacks as of
+    from chronicals.kernels.gguf_blocks import GGUF_KINDS
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8)
+
+    values = torch.zeros(experts, outputs, columns, dtype=HALF)
+    bits = codes(experts, outputs, columns).view(torch.float8_e4m3fn)
+    squares = torch.zeros(experts, -(-outputs // 128), -(-columns // 128))
+    packed = codes(experts * outputs * columns // 2)
+    stacks = [
+        of.StackIn16Bits(values),
+        of.StackIn16Bits(torch.zeros(experts, columns, outputs, dtype=HALF).mT),
+        of.StackInFP8(bits, squares),
+        of.StackInFP8.of_experts(bits, torch.zeros(experts)),
+        of.StackInMXFP4(
+            codes(experts, outputs, columns // 2), codes(experts, outputs, columns // 32)
+        ),
+    ]
+    for block in (32, 64, 512):
+        if columns % block == 0:
+            absmax = torch.zeros(experts * outputs * columns // block)
+            nested = absmax.to(torch.uint8), absmax[: -(-len(absmax) // 256)]
+            for scales in (
+                nf4.Scales(absmax),
+                nf4.Scales(*nested, torch.zeros(256), torch.zeros(())),
+            ):
+                stacks.append(
+                    of.StackIn4Bits.of_matrix(packed, scales, experts, outputs, block, "nf4")
+                )
+    for kind, (block, size) in GGUF_KINDS.items():
+        blocks = codes(experts, outputs, -(-columns // block) * size)
+        stacks.append(of.StackInGGUF(blocks, kind))
+    return stacks
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Divided:
 
     def within(self, weights, first, end):
         slots = torch.arange(first, end, dtype=torch.int32, device=weights.weight.device)
-        return weights._replace(bias=weights.bias[first:end], slots=slots)
+        return weights._replace(slots=slots)
 
 
 def case(device, dtype=torch.float32):
@@ -121,7 +121,7 @@ MUTATIONS = {
         "within = slice(0, wave.end - wave.first)",
     ),
     "shares in the order of rows": ("flat[pairs]", "flat[: len(pairs)]"),
-    "no biases in the gradient of shares": ("rows.down.bias is not None", "False"),
+    "no biases in the gradient of shares": ("bias is not None", "False"),
     "gradients of the first adapter at the first experts": (
         'gradients["u1"][rows.within]',
         'gradients["u1"][: rows.to.experts]',

@@ -38,6 +38,15 @@ def test_what_all_have_in_common(schedule, total, warmup, floor):
     assert run[-1] > 0, "the last step is not wasted"
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("total, warmup", RUNS)
+def test_a_warmup_from_zero_is_one_step_behind(schedule, total, warmup):
+    usual = factors(schedule, total, warmup)
+    from_zero = factors(schedule, total, warmup, warmup_from_zero=True)
+    assert from_zero[:warmup] == [0.0, *usual[: warmup - 1]][:warmup]
+    assert from_zero[warmup:] == usual[warmup:]
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("total, warmup", [(1000, 100), (10, 0), (7, 3)])
 @pytest.mark.parametrize("floor", [0.0, 0.1])

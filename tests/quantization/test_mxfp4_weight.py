@@ -13,8 +13,17 @@ from chronicals.export import export
 from chronicals.export.merge import merge
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
-from chronicals.quantization import MXFP4, PackedExperts, packed_experts, packed_modules
+from chronicals.patching import patch_model
+from chronicals.patching.experts import FUSED_EXPERTS
+from chronicals.quantization import (
+    MXFP4,
+    PackedExperts,
+    PackedStorage,
+    packed_experts,
+    packed_modules,
+)
 from chronicals.quantization.plain import PlainWeight
+from interpreted import kernels_run, only_interpreted
 
 STACKS = ("gate_up_proj", "down_proj")
 SIZES = {"vocab_size": 300, "max_position_embeddings": 512}
@@ -112,6 +121,26 @@ def test_a_checkpoint_is_read_as_it_is_stored(checkpoint):
         found = model(ids).logits
         expected = by_class(checkpoint)(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_few_tokens_read_it_in_place(checkpoint, must_not_call):
+    """Its class has the layout ``[E, K, N]``, its codes ``[E, N, K]``."""
+    model = load_model(checkpoint, torch.bfloat16)
+    plain = by_class(checkpoint)
+    assert {experts.dtype for _, experts in packed_experts(model)} == {torch.bfloat16}
+    assert patch_model(model).counts()[FUSED_EXPERTS]
+    must_not_call(PackedStorage, "filled", "all experts are dequantised")
+    path, ours = next(packed_experts(model))
+    count, width = ours.stacked["down_proj"][0], ours.stacked["down_proj"][2]
+    x = torch.randn(9, width).bfloat16()
+    shares, chosen = torch.rand(9, count).topk(2)
+    with torch.no_grad(), kernels_run():
+        got = ours(x, chosen, shares)
+    with torch.no_grad():
+        expected = plain.get_submodule(path)(x.float(), chosen, shares)
+    assert (got.float() - expected).norm() <= 2**-6 * expected.norm()
 
 
 @pytest.mark.slow

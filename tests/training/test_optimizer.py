@@ -123,6 +123,17 @@ def test_the_warmup_is_said_in_one_way():
         ChronicalsConfig(warmup_ratio=1.5)
 
 
+def test_a_warmup_from_zero_needs_a_warmup():
+    for fields in ({"warmup_steps": 0}, {"warmup_ratio": 0.0}):
+        with pytest.raises(ConfigurationError, match="warmup_from_zero=True: there is no warm-up"):
+            ChronicalsConfig(warmup_from_zero=True, **fields)
+
+
+def test_a_warmup_from_zero_that_is_the_whole_run_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="the only step of the run has a learning rate"):
+        runs.train(tmp_path, tiny.chat_rows(8), max_steps=1, warmup_steps=1, warmup_from_zero=True)
+
+
 def test_a_flag_for_one_replaces_the_other_in_a_recipe(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: m\ndata: d\nwarmup_steps: 7\n")

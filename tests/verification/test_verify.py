@@ -546,19 +546,31 @@ def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_plain_rates_are_those_of_the_run(schedule, decay, steps, warmup):
     given = {} if warmup is None else {"warmup_steps": warmup}
-    config = ChronicalsConfig(
-        max_steps=steps, lr_scheduler=schedule, wsd_decay_ratio=decay, min_lr_ratio=0.1, **given
-    )
-    rates = [
-        learning_rate_factor(schedule, n, steps, warmup or steps // 10, 0.1, decay)
-        for n in range(steps)
-    ]
-    assert scheduled_rates(config, steps) == pytest.approx(rates, rel=0, abs=1e-12)
+    for from_zero in (False, True):
+        config = ChronicalsConfig(
+            max_steps=steps,
+            lr_scheduler=schedule,
+            wsd_decay_ratio=decay,
+            min_lr_ratio=0.1,
+            warmup_from_zero=from_zero,
+            **given,
+        )
+        warm = warmup or steps // 10
+        rates = [
+            learning_rate_factor(schedule, n, steps, warm, 0.1, decay, from_zero)
+            for n in range(steps)
+        ]
+        assert scheduled_rates(config, steps) == pytest.approx(rates, rel=0, abs=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes", [{"lr_scheduler": "wsd", "max_steps": 12}, {"warmup_steps": 3, "num_epochs": 2}]
+    "changes",
+    [
+        {"lr_scheduler": "wsd", "max_steps": 12},
+        {"warmup_steps": 3, "num_epochs": 2},
+        {"warmup_steps": 3, "warmup_from_zero": True, "num_epochs": 2},
+    ],
 )
 def test_the_trainer_has_the_plain_rates(tmp_path, changes):
     given = runs.config(tmp_path, **changes)

@@ -239,6 +239,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         "lr_scheduler",
         "warmup_steps",
         "warmup_ratio",
+        "warmup_from_zero",
         "validation_data",
     ):
         if name in flags:

@@ -369,6 +369,11 @@ class ChronicalsConfig:
         default=None,
         description="Share of the run's steps with a rising learning rate, instead of warmup_steps",
     )
+    warmup_from_zero: bool = Field(
+        default=False,
+        description="Rate of 0 in the first step of the warm-up, as transformers has it, instead of "
+        "the peak over its steps",
+    )
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
         description="Learning rate after the warm-up; wsd is warm-up, stable, decay",
@@ -784,6 +789,10 @@ class ChronicalsConfig:
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: each "
                 "says how long the learning rate "
                 "rises; give one of the two"
+            )
+        if self.warmup_from_zero and 0 in (self.warmup_steps, self.warmup_ratio):
+            raise ConfigurationError(
+                "warmup_from_zero=True: there is no warm-up, which is 0 steps; leave it out"
             )
         if (
             "warmup_steps" in self.explicit

@@ -194,6 +194,9 @@ def _defaults(theirs: Theirs, fields: Mapping[str, Any]) -> dict[str, Any]:
         decided = name in ("num_epochs", "warmup_steps", "learning_rate", "batch_size", "overlong")
         if name not in there and (value != ours or decided):
             chosen[name] = value
+    written = {**chosen, **fields}
+    if written.get("warmup_steps") or written.get("warmup_ratio"):
+        chosen["warmup_from_zero"] = True  # the schedules of transformers, which all three call
     return chosen
 
 

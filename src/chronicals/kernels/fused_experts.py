@@ -11,7 +11,8 @@ shape is static and the host never waits, so CUDA graphs can capture the functio
 
 In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3. x and dy
 are quantised once a token, before they go to k experts; the unit and dh are quantised by the
-kernels that compute them. Adapters, biases and gradients of weights read 16 bit.
+kernels that compute them. Adapters, biases and gradients of weights read 16 bit, and so do the
+rows of few tokens, which multiply the weights in FP8 as they are (``few_tokens_product.py``).
 
 FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
 
@@ -34,6 +35,8 @@ from chronicals.kernels.expert_glu import (
     expert_glu_gradient,
     expert_glu_reference,
 )
+from chronicals.kernels.expert_stacks import ExpertStack, StackIn16Bits, StackInFP8
+from chronicals.kernels.few_tokens_product import are_few_tokens, few_tokens_product
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (
@@ -74,13 +77,20 @@ class PackedStack(Protocol):
     def __call__(self) -> Tensor:
         """Return the dense values."""
 
-    def of_few_tokens(
-        self, x: Tensor, to: Dispatch, of_tokens: bool, transposed: bool, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return ``x Wᵀ + bias``, ``[S, N]``, without the dense values; None if that needs them.
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
+        """Return the weight as products of few tokens read it, or None if they cannot.
 
-        Only the rows decide. ``transposed`` says that the values are ``[E, K, N]``.
+        ``transposed`` says that the values are ``[E, K, N]``.
         """
+
+    @property
+    def dense_slots(self) -> Tensor | None:
+        """Place of each expert in what a call returns, int32 ``[E]``; None: as they are numbered."""
+
+
+def of_slots(values: Tensor, slots: Tensor) -> Tensor:
+    """Return the values of experts, given those of slots; any for experts in no slot."""
+    return values[slots.long().clamp(min=0)]
 
 
 class ExpertWeights(NamedTuple):
@@ -93,8 +103,8 @@ class ExpertWeights(NamedTuple):
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: scale s of the adapter.
         in_fp8: used for the products instead of ``weight``, which is then read only to train it.
-        slots: int32 ``[E]``, the place of each expert's matrix in ``weight``, or in the rows of
-            ``in_fp8``, if these hold matrices in another order.
+        slots: int32 ``[E]``, the slot of each expert, if weight or rows of ``in_fp8``, and bias, are
+            those of slots and not of experts; -1 for experts without rows.
     """
 
     weight: Any
@@ -111,6 +121,29 @@ class ExpertWeights(NamedTuple):
         """The weight as ``[E, N, K]``."""
         weight: Tensor = self.weight if isinstance(self.weight, Tensor) else self.weight()
         return weight.mT if self.transposed else weight
+
+    @property
+    def expert_stack(self) -> ExpertStack | None:
+        """The weight as products of few tokens read it; None if they read dense values."""
+        if isinstance(self.weight, Tensor):
+            return StackIn16Bits(self.weight_ENK)
+        stack: ExpertStack | None = self.weight.expert_stack(self.transposed)
+        return stack
+
+    @property
+    def dense_slots(self) -> Tensor | None:
+        """The place of each expert in ``weight_ENK``; None if they are in their order."""
+        if self.weight is None or isinstance(self.weight, Tensor):
+            return self.slots
+        places: Tensor | None = self.weight.dense_slots
+        return places
+
+    @property
+    def bias_of_experts(self) -> Tensor | None:
+        """The bias ``[E, N]``, in the order of experts."""
+        if self.bias is None or self.slots is None:
+            return self.bias
+        return of_slots(self.bias, self.slots)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -141,7 +174,7 @@ class ProductInput(NamedTuple):
 
     Attributes:
         dense: in the dtype of x, if something reads it.
-        in_fp8: with scales of rows, if the product runs in FP8.
+        in_fp8: with scales of rows, if the product takes both operands in FP8.
     """
 
     dense: Tensor | None
@@ -167,10 +200,24 @@ def apply_product(
     if of.in_fp8 is None:
         assert x.dense is not None
         return _product(x.dense, of, to, of_tokens, adapted), thin, None
-    assert x.in_fp8 is not None
     weight = of.in_fp8.rows()
+    if x.in_fp8 is None:
+        assert x.dense is not None
+        stack = StackInFP8.of_experts(*weight)
+        y = few_tokens_product(x.dense, stack, to, of_tokens, of.bias, adapted, of.slots)
+        return y, thin, weight.scale
+    if of.slots is not None:
+        weight = Scaled(weight.values, of_slots(weight.scale, of.slots))
     y = fp8_grouped_product(
-        x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True, slots=of.slots
+        x.in_fp8,
+        weight,
+        to,
+        of_tokens,
+        of.bias_of_experts,
+        adapted,
+        dtype,
+        fast=True,
+        slots=of.slots,
     )
     return y, thin, weight.scale
 
@@ -178,12 +225,17 @@ def apply_product(
 def _product(
     x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool, adapted: LowRankTerm | None
 ) -> Tensor:
-    """Return ``x Wᵀ`` with adapter and bias, in 16 bit or more."""
-    if not isinstance(of.weight, Tensor):
-        y = of.weight.of_few_tokens(x, to, of_tokens, of.transposed, of.bias)
-        if y is not None:
-            return y if adapted is None else y.add_(grouped_product(*adapted, to))
-    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted, slots=of.slots)
+    """Return ``x Wᵀ`` with adapter and bias, in 16 bit or more.
+
+    The rows alone decide how, not whether a gradient is wanted: a pass that is recomputed with one
+    gives the same values.
+    """
+    if are_few_tokens(x, to) and x.dtype == of.weight.dtype:
+        stack = of.expert_stack
+        if stack is not None:
+            return few_tokens_product(x, stack, to, of_tokens, of.bias, adapted, of.slots)
+    bias, slots = of.bias_of_experts, of.dense_slots
+    return grouped_product(x, of.weight_ENK, to, of_tokens, bias, adapted, slots=slots)
 
 
 def input_gradient(
@@ -212,7 +264,8 @@ def input_gradient(
     if of.in_fp8 is None:
         assert dy.dense is not None
         weight = of.weight_ENK.mT
-        d_x = grouped_product(dy.dense, weight, to, of_tokens, adapted=adapted, slots=of.slots)
+        slots = of.dense_slots
+        d_x = grouped_product(dy.dense, weight, to, of_tokens, adapted=adapted, slots=slots)
         return d_x, thin
     assert dy.in_fp8 is not None and scale is not None
     columns = of.in_fp8.columns(scale)
@@ -269,10 +322,10 @@ class _FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         first = settings.first.with_tensors(w1, b1, a1, u1)
         second = settings.second.with_tensors(w2, b2, a2, u2)
-        of_x = ProductInput(x, None if first.in_fp8 is None else fp8_quantize(x, "row")[0])
+        in_fp8 = first.in_fp8 is not None and not are_few_tokens(x, to)
+        of_x = ProductInput(x, fp8_quantize(x, "row")[0] if in_fp8 else None)
         h, thin, of_first = apply_product(of_x, first, to, True, x.dtype)
         del of_x  # in FP8 it holds a copy of x
-        in_fp8 = second.in_fp8 is not None
         dense = not in_fp8 or a2 is not None
         unit = ProductInput(*expert_glu(h, settings.gate, dense, in_fp8))
         z, _, of_second = apply_product(unit, second, to, False, x.dtype)

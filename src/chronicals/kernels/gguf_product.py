@@ -23,7 +23,7 @@ from chronicals.kernels.gguf_blocks import (
     gguf_values,
 )
 from chronicals.kernels.launch import in_rows, multiplied_in, operator, tl, triton
-from chronicals.kernels.nf4_product import few_rows_launch, multiplies_few_rows, sum_splits
+from chronicals.kernels.nf4_product import few_rows_launch, multiplies_few_rows, store_tile
 
 OUTPUTS_AT_ONCE = 64
 COLUMNS_AT_ONCE = 64
@@ -37,8 +37,10 @@ def _gguf_product_kernel(
     # read
     x_ptr,
     packed_ptr,
-    # written: y, or its sums over each split
+    # written: y, its sums over each split, and how many splits of a tile are done
     out_ptr,
+    parts_ptr,
+    arrived_ptr,
     # sizes, and the stride of rows
     rows,
     outputs,
@@ -48,10 +50,11 @@ def _gguf_product_kernel(
     FORMAT: tl.constexpr,
     SIZE: tl.constexpr,
     KIND: tl.constexpr,
-    # tile
+    # tile, and programs of a tile
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     GROUPS: tl.constexpr = COLUMNS // SIZE
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -60,7 +63,7 @@ def _gguf_product_kernel(
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     groups = columns // SIZE
-    each = tl.cdiv(tl.cdiv(columns, tl.num_programs(1)), COLUMNS) * COLUMNS
+    each = tl.cdiv(tl.cdiv(columns, SPLITS), COLUMNS) * COLUMNS
     begin = split * each
     end = tl.minimum(begin + each, columns)
 
@@ -84,29 +87,24 @@ def _gguf_product_kernel(
         weight = tl.reshape(values.to(x.dtype), (OUTPUTS, COLUMNS))
         total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
-    place = (split * rows + row).to(tl.int64)[:, None] * outputs + output[None, :]
-    tl.store(
-        out_ptr + place,
-        total.to(out_ptr.dtype.element_ty),
-        mask=(row < rows)[:, None] & is_output[None, :],
-    )
+    place = row.to(tl.int64)[:, None] * outputs + output[None, :]
+    exists = (row < rows)[:, None] & is_output[None, :]
+    store_tile(total, place, exists, out_ptr, parts_ptr, arrived_ptr, rows * outputs, SPLITS)
 
 
 @operator("chronicals::gguf_product")
 def _gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
-    """Launch the product and, where the columns are split, the sum of the splits."""
+    """Launch the product."""
     out = _output(x, packed, outputs, kind)
     rows, columns = x.shape
     if not out.numel():
         return out
     launch = few_rows_launch(x, outputs)
-    parts = out
-    if launch.splits > 1:
-        parts = x.new_empty((launch.splits, rows, outputs), dtype=torch.float32)
     _gguf_product_kernel[triton.cdiv(outputs, OUTPUTS_AT_ONCE), launch.splits](
         x,
         packed,
-        parts,
+        out,
+        *launch.sums(out),
         rows,
         outputs,
         columns,
@@ -117,13 +115,12 @@ def _gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
         launch.rows,
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,
+        launch.splits,
         num_warps=4,
         num_stages=2,
         # ggml rounds the product and the sum one after the other.
         enable_fp_fusion=False,
     )
-    if launch.splits > 1:
-        sum_splits(parts, out)
     return out
 
 

@@ -96,6 +96,39 @@ def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def low_rank_term(
+    total,
+    u_ptr,
+    up_ptr,
+    row,
+    expert,
+    column,
+    width,
+    u_stride,
+    up_stride_e,
+    up_stride_n,
+    up_stride_r,
+    RANK: tl.constexpr,
+    HELD: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Return a tile's sums plus its part of ``u B[e]ᵀ``; without an adapter ``RANK`` is 0."""
+    for of_rank in tl.static_range(0, RANK, HELD):
+        r = of_rank + tl.arange(0, HELD)
+        u_at = u_ptr + row.to(tl.int64)[:, None] * u_stride + r[None, :]
+        u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
+        up_at = (
+            up_ptr
+            + expert.to(tl.int64) * up_stride_e
+            + column[None, :] * up_stride_n
+            + r[:, None] * up_stride_r
+        )
+        up = tl.load(up_at, mask=(r < RANK)[:, None] & (column < width)[None, :], other=0.0)
+        total = tl.dot(u.to(KIND), up.to(KIND), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _product_kernel(
     # read, by pointers or by descriptors of the copy engine
     x_ptr,
@@ -217,18 +250,22 @@ def _product_kernel(
                 total = (
                     total * tl.load(x_scale_ptr + source)[:, None] * tl.load(w_scale_ptr + expert)
                 )
-            for of_rank in tl.static_range(0, RANK, HELD):
-                r = of_rank + tl.arange(0, HELD)
-                u_at = u_ptr + taken.to(tl.int64)[:, None] * u_stride + r[None, :]
-                u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
-                up_at = (
-                    up_ptr
-                    + expert.to(tl.int64) * up_stride_e
-                    + column[None, :] * up_stride_n
-                    + r[:, None] * up_stride_r
-                )
-                up = tl.load(up_at, mask=(r < RANK)[:, None] & (column < width)[None, :], other=0.0)
-                total = tl.dot(u.to(THIN), up.to(THIN), total, input_precision="ieee")
+            total = low_rank_term(
+                total,
+                u_ptr,
+                up_ptr,
+                taken,
+                expert,
+                column,
+                width,
+                u_stride,
+                up_stride_e,
+                up_stride_n,
+                up_stride_r,
+                RANK,
+                HELD,
+                THIN,
+            )
             if HAS_BIAS:
                 bias = tl.load(
                     bias_ptr + expert.to(tl.int64) * bias_stride + column,

@@ -35,6 +35,13 @@ triton: Any = (
 tl: Any = (
     importlib.import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=None)
 )
+
+
+def kernel_constant(value: Any) -> Any:
+    """Return a number as a global of a module that its kernels may read."""
+    return tl.constexpr(value) if HAS_TRITON else value
+
+
 INTERPRETED: Any = tl.constexpr(triton.knobs.runtime.interpret) if HAS_TRITON else None
 """True inside kernels that the interpreter runs: they skip inline PTX, which only a card has."""
 

@@ -76,6 +76,24 @@ def _dequantize(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 @triton.jit
+def mxfp4_values(code, half):
+    """Return the values of codes, fp32; ``half`` is half the scale of each, by broadcasting."""
+    # Twice the magnitude is a whole number: 0, 1, and (2 or 3) shifted by the exponent less one.
+    magnitude = code & 7
+    shifted = (2 + (magnitude & 1)) << (tl.maximum(magnitude >> 1, 1) - 1)
+    twice = tl.where(magnitude < 2, magnitude, shifted).to(tl.float32)
+    return twice * tl.where(code >= 8, -1.0, 1.0) * half
+
+
+@triton.jit
+def half_of_scale(exponent):
+    """Return half the scale of an exponent in E8M0, int32, as fp32."""
+    # The bits of 2^(exponent − 128): finite for 255, and for 0 and 1 no normal number.
+    subnormal = 0x00200000 << tl.minimum(exponent, 1)
+    return tl.where(exponent < 2, subnormal, (exponent - 1) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _dequantize_mxfp4_kernel(
     codes_ptr, scales_ptr, out_ptr, blocks, blocks_a_row, stride, BLOCKS: tl.constexpr
 ):
@@ -85,19 +103,10 @@ def _dequantize_mxfp4_kernel(
     mask = there[:, None]
     byte = tl.load(codes_ptr + block[:, None] * 16 + element // 2, mask=mask, other=0)
     code = (byte.to(tl.int32) >> (4 * (element % 2))) & 15
-    # Twice the magnitude is a whole number: 0, 1, and (2 or 3) shifted by the exponent less one.
-    magnitude = code & 7
-    shifted = (2 + (magnitude & 1)) << (tl.maximum(magnitude >> 1, 1) - 1)
-    twice = tl.where(magnitude < 2, magnitude, shifted).to(tl.float32)
-    signed = twice * tl.where(code >= 8, -1.0, 1.0)
-    exponent = tl.load(scales_ptr + block, mask=there, other=127).to(tl.int32)
-    # The bits of 2^(exponent − 128), half the scale: finite for 255, and for 0 and 1 no normal
-    # number.
-    subnormal = 0x00200000 << tl.minimum(exponent, 1)
-    half = tl.where(exponent < 2, subnormal, (exponent - 1) << 23).to(tl.float32, bitcast=True)
+    half = half_of_scale(tl.load(scales_ptr + block, mask=there, other=127).to(tl.int32))
     row = block // blocks_a_row
     place = out_ptr + row * stride + (block - row * blocks_a_row) * 32
-    values = signed * half[:, None]
+    values = mxfp4_values(code, half[:, None])
     tl.store(place[:, None] + element, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 

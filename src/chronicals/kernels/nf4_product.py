@@ -79,9 +79,6 @@ PROGRAMS_A_MULTIPROCESSOR = 4
 MOST_WEIGHTS = 3
 """Weights that one launch multiplies: those of queries, keys and values."""
 
-MERGED_AT_ONCE = 1024
-"""Elements of y that a program sums over the splits."""
-
 
 @dataclass(frozen=True)
 class FewRowsLaunch:
@@ -94,6 +91,32 @@ class FewRowsLaunch:
 
     rows: int
     splits: int
+
+    def sums(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the memory of the sums of each split, and of how many splits of a tile are done."""
+        if self.splits == 1:
+            return out, out  # not read
+        return out.new_empty((self.splits, out.numel()), dtype=torch.float32), arrivals(out.device)
+
+
+_arrivals = dict[tuple[torch.device, int], Tensor]()
+"""Numbers of splits that are done, all 0 between two launches, by device and stream."""
+
+
+def arrivals(device: torch.device) -> Tensor:
+    """Return int32 zeros for the tiles of a launch that splits columns.
+
+    Launches of one stream follow each other, and each leaves zeros. What a graph that is being
+    captured would allocate ends with the graph, so it has its own, which each replay sets to 0.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if (device, stream) not in _arrivals:
+        count = PROGRAMS_A_MULTIPROCESSOR * multiprocessors(device)
+        zeros = torch.zeros(count, dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return zeros
+        _arrivals[device, stream] = zeros
+    return _arrivals[device, stream]
 
 
 def few_rows_launch(x_RK: Tensor, outputs: int) -> FewRowsLaunch:
@@ -245,6 +268,44 @@ def scales_of(
 
 
 @triton.jit
+def store_tile(total, place, exists, out_ptr, parts_ptr, arrived_ptr, count, SPLITS: tl.constexpr):
+    """Store a tile of y; where columns are split, the tile's last program sums those of all splits.
+
+    The sum is in the order of the splits, whoever comes last.
+
+    Args:
+        total: the program's sums, fp32 ``[R, N]``.
+        place: of each element in y.
+        exists: whether it is there.
+        out_ptr: y.
+        parts_ptr: sums of each split, fp32 ``[splits, count]``.
+        arrived_ptr: int32, 0 for each tile, and again afterwards.
+        count: elements of y.
+        SPLITS: programs of a tile.
+    """
+    kind = out_ptr.dtype.element_ty
+    if SPLITS == 1:
+        tl.store(out_ptr + place, total.to(kind), mask=exists)
+    else:
+        split = tl.program_id(1).to(tl.int64)
+        tl.store(parts_ptr + split * count + place, total, mask=exists)
+        tl.debug_barrier()  # one thread tells of the stores of all
+        arrived = tl.atomic_add(arrived_ptr + tl.program_id(0), 1)
+        if arrived == SPLITS - 1:
+            total = tl.zeros_like(total)
+            for each in tl.static_range(SPLITS):
+                # past the L1 cache, where another multiprocessor's stores are not seen
+                total += tl.load(
+                    parts_ptr + each * count + place,
+                    mask=exists,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+            tl.store(out_ptr + place, total.to(kind), mask=exists)
+            tl.store(arrived_ptr + tl.program_id(0), 0)
+
+
+@triton.jit
 def _nf4_product_kernel(
     # read: rows; codes and scales of each weight, and what the codes of scales stand for
     x_ptr,
@@ -265,8 +326,10 @@ def _nf4_product_kernel(
     offset2_ptr,
     # read: what the codes stand for
     code_ptr,
-    # written: y, or its sums over each split
+    # written: y, its sums over each split, and how many splits of a tile are done
     out_ptr,
+    parts_ptr,
+    arrived_ptr,
     # sizes: rows, outputs of each weight, bytes of codes of an output, and the stride of rows
     rows,
     outputs0,
@@ -280,11 +343,12 @@ def _nf4_product_kernel(
     NESTED: tl.constexpr,
     KIND: tl.constexpr,
     TABLE: tl.constexpr,
-    # tile
+    # tile, elements of a scale within it, and programs of a tile
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Multiply a tile of one weight; the tiles of the weights follow each other."""
     packed_ptr = packed0_ptr
@@ -324,7 +388,7 @@ def _nf4_product_kernel(
     column = tl.arange(0, COLUMNS)
     byte = tl.arange(0, HALF)
     group = tl.arange(0, GROUPS) * (SIZE // 2)
-    each = tl.cdiv(tl.cdiv(pairs, tl.num_programs(1)), HALF) * HALF
+    each = tl.cdiv(tl.cdiv(pairs, SPLITS), HALF) * HALF
     begin = split * each
     end = tl.minimum(begin + each, pairs)
     at = output * pairs
@@ -357,29 +421,9 @@ def _nf4_product_kernel(
         total = tl.dot(x.to(KIND), tl.trans(weight.to(KIND)), total)
 
     width = outputs0 + outputs1 + outputs2
-    place = (split * rows + row).to(tl.int64)[:, None] * width + (first_output + output)[None, :]
-    tl.store(
-        out_ptr + place,
-        total.to(out_ptr.dtype.element_ty),
-        mask=(row < rows)[:, None] & is_output[None, :],
-    )
-
-
-@triton.jit
-def _sum_splits_kernel(parts_ptr, out_ptr, count, SPLITS: tl.constexpr, ELEMENTS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    total = tl.zeros((ELEMENTS,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(parts_ptr + split * count + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
-
-
-def sum_splits(parts: Tensor, out: Tensor) -> None:
-    """Write the sums over splits, fp32 ``[splits, R, N]``, to ``out``, in one order."""
-    count = out.numel()
-    _sum_splits_kernel[(triton.cdiv(count, MERGED_AT_ONCE),)](
-        parts, out, count, len(parts), MERGED_AT_ONCE
-    )
+    place = row.to(tl.int64)[:, None] * width + (first_output + output)[None, :]
+    exists = (row < rows)[:, None] & is_output[None, :]
+    store_tile(total, place, exists, out_ptr, parts_ptr, arrived_ptr, rows * width, SPLITS)
 
 
 @operator("chronicals::nf4_product")
@@ -393,7 +437,7 @@ def _nf4_product(
     block: int,
     code: str,
 ) -> Tensor:
-    """Launch the product and, where the columns are split, the sum of the splits.
+    """Launch the product.
 
     Args:
         x: ``[R, K]`` with dense rows.
@@ -411,9 +455,6 @@ def _nf4_product(
     if not out.numel():
         return out
     launch = few_rows_launch(x, out.shape[1])
-    parts = out
-    if launch.splits > 1:
-        parts = x.new_empty((launch.splits, *out.shape), dtype=torch.float32)
     missing = MOST_WEIGHTS - len(packed)
     count = len(packed)
     of_scales = (
@@ -429,7 +470,8 @@ def _nf4_product(
         x,
         *pointers,
         code_of(code, x.device),
-        parts,
+        out,
+        *launch.sums(out),
         rows,
         *outputs,
         *[0] * missing,
@@ -444,13 +486,12 @@ def _nf4_product(
         OUTPUTS_AT_ONCE,
         COLUMNS_AT_ONCE,
         min(block, COLUMNS_AT_ONCE),
+        launch.splits,
         num_warps=4,
         num_stages=3,
         # nested scales are those of ``dequantize_4bit``, bit by bit
         enable_fp_fusion=False,
     )
-    if launch.splits > 1:
-        sum_splits(parts, out)
     return out
 
 

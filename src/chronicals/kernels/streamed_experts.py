@@ -27,6 +27,7 @@ from torch import Tensor
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
+from chronicals.kernels.few_tokens_product import are_few_tokens
 from chronicals.kernels.fp8 import fp8_quantize
 from chronicals.kernels.fused_experts import (
     ExpertWeights,
@@ -163,12 +164,14 @@ class _StreamedExperts(torch.autograd.Function):
         h = x.new_empty(pairs, 2 * inner) if keeps else None
         thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
         z = x.new_empty(pairs, width)
-        of_x = _quantised(x, source.in_fp8)
-        dense = not source.in_fp8 or a2 is not None
+        # Few tokens are multiplied by weights in FP8 without being quantised themselves.
+        in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
+        of_x = _quantised(x, in_fp8)
+        dense = not in_fp8 or a2 is not None
         for wave in source.waves(bounds):
             rows = _Rows.of(wave, to, bounds, *adapters)
             of_rows, thin_rows, _ = apply_product(of_x, rows.up, rows.to, True, x.dtype)
-            unit = ProductInput(*expert_glu(of_rows, gate, dense, source.in_fp8))
+            unit = ProductInput(*expert_glu(of_rows, gate, dense, in_fp8))
             z[rows.at] = apply_product(unit, rows.down, rows.to, False, x.dtype)[0]
             if h is not None:
                 h[rows.at] = of_rows
@@ -219,10 +222,11 @@ class _StreamedExperts(torch.autograd.Function):
             d_shares[pairs] = d_of_rows
             if unit is not None and thin_dy is not None:
                 _put_of_second(gradients, rows, dy, thin_dy, unit)
-            if rows.down.bias is not None:
+            bias = rows.down.bias_of_experts
+            if bias is not None:
                 if biases is None:
                     biases = dy.new_zeros(to.experts, dy.shape[1])
-                biases[rows.within] = rows.down.bias
+                biases[rows.within] = bias
             d_h = ProductInput(gradient, scaled)
             d_rows[rows.at], thin_dh = input_gradient(
                 d_h, rows.up, rows.to, False, _scale_of(rows.up), dy.dtype

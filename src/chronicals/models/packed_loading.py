@@ -231,10 +231,8 @@ class _Quantizer(_OfPacked):
 
     dtypes: dict[str, torch.dtype]
 
-    def _process_model_before_weight_loading(
-        self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
-    ) -> None:
-        self.dtype = dtype
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        self.dtype = model.dtype  # newer versions do not pass the dtype that was asked for
         self.dtypes = {
             name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()
         }
@@ -323,10 +321,8 @@ class _StacksQuantizer(_OfPacked):
 
     shapes: dict[str, dict[str, tuple[int, ...]]]
 
-    def _process_model_before_weight_loading(
-        self, model: Any, dtype: torch.dtype = torch.float32, **_: Any
-    ) -> None:
-        self.dtype = dtype
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        self.dtype = model.dtype  # newer versions do not pass the dtype that was asked for
         self.shapes = {}
         for path, module in model.named_modules():
             if not can_be_packed(module):

@@ -23,22 +23,26 @@ def learning_rate_factor(
     warmup_steps: int,
     min_ratio: float = 0.0,
     decay_ratio: float = 0.2,
+    warmup_from_zero: bool = False,
 ) -> float:
     """Return the factor of the peak learning rate for a step.
 
     Args:
         schedule: one of ``SCHEDULES``.
-        step: number of the step, from 0. The factor of step 0 is above 0 already.
+        step: number of the step, from 0.
         total_steps: steps of the run.
         warmup_steps: steps of its warm-up.
         min_ratio: the factor after the last step.
         decay_ratio: fraction of the run in which ``wsd`` decays.
+        warmup_from_zero: the warm-up rises from a factor of 0 at step 0, as in transformers, rather
+            than from ``1 / warmup_steps``; either reaches 1 by step ``warmup_steps``.
 
     Raises:
         KeyError: there is no such schedule.
     """
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
+        risen = step if warmup_from_zero else step + 1
+        return risen / warmup_steps
     steps = max(total_steps - warmup_steps, 1)
     progress = min((step - warmup_steps) / steps, 1.0)
     match schedule:

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chronicals.kernels.expert_dispatch import Dispatch
+from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.fp8_experts import EXPERT_DTYPE, fp8_experts_transposed
-from chronicals.kernels.fused_experts import ExpertWeights
+from chronicals.kernels.fused_experts import ExpertWeights, of_slots
 from chronicals.kernels.host_memory import sent
 from chronicals.quantization.packed import PackedWeight
 
@@ -87,7 +87,7 @@ class InMemory:
 
     def of_all(self, name: str) -> Tensor:
         """Return a small part of all experts, ``[n, …]``; any values for those without rows."""
-        return self.views[name][self.slots.long().clamp(min=0)]
+        return of_slots(self.views[name], self.slots)
 
 
 class StackFormat(ABC):
@@ -231,7 +231,7 @@ class PackedRecords(StackFormat):
     def weights(self, memory: InMemory) -> ExpertWeights:
         """Return the experts with rows, dequantised by each call and numbered in their order."""
         stack = SlotStack(self, memory, [slot for slot in memory.numbers if slot >= 0])
-        return ExpertWeights(stack, self.transposed, slots=memory.in_order)
+        return ExpertWeights(stack, self.transposed, slots=memory.slots)
 
     @property
     def label(self) -> str:
@@ -268,11 +268,22 @@ class SlotStack:
             self.form.at(self.memory, slot).into(matrix)
         return matrices.transpose(1, 2) if self.form.turned else matrices
 
-    def of_few_tokens(
-        self, x: Tensor, to: Dispatch, of_tokens: bool, transposed: bool, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return None: the experts with rows are dequantised, and no others."""
-        return None
+    @property
+    def dense_slots(self) -> Tensor:
+        """Place of each expert in what a call returns."""
+        return self.memory.in_order
+
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
+        """Return the records as products of few tokens read them in place, or None."""
+        if transposed != self.form.turned:
+            return None
+        views = self.memory.views
+        count = len(next(iter(views.values())))
+        rows, width = self.form.matrix
+        one = self.form.one
+        whole = one.with_tensors({**one.tensors, **views}, (count * rows, width), self.dtype)
+        stack: ExpertStack | None = whole.expert_stack(count)
+        return stack
 
 
 class FP8Records(StackFormat):
@@ -338,14 +349,13 @@ class _SlotsInFP8:
         self.column_slots = memory.in_order
 
     def rows(self) -> Scaled:
-        """Return the values of all records, and the scales of the experts."""
-        return Scaled(self.memory.views["values"], self.memory.of_all("scale"))
+        """Return the values and scales of all records."""
+        return Scaled(self.memory.views["values"], self.memory.views["scale"])
 
     def columns(self, scale: Tensor) -> Scaled:
         """Return the transposed values of the experts with rows, and the scales of all."""
-        values = self.memory.chosen("values")
-        unused = self.memory.chosen("scale")
-        return Scaled(fp8_experts_transposed(Scaled(values, unused)).values, scale)
+        rows = Scaled(self.memory.chosen("values"), self.memory.chosen("scale"))
+        return Scaled(fp8_experts_transposed(rows).values, self.memory.of_all("scale"))
 
 
 @dataclass(frozen=True)

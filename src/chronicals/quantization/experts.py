@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from chronicals.kernels.expert_dispatch import Dispatch
+from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.quantization.nf4 import Packed
 from chronicals.quantization.packed import PackedStorage, PackedWeight, weight_from
 from chronicals.quantization.packed_linear import PackedModule
@@ -54,6 +54,10 @@ class Stack:
         """Dtype of the dequantised values."""
         return self.base.dtype
 
+    @property
+    def dense_slots(self) -> None:
+        """None: the experts are in their order."""
+
     def __call__(self) -> Tensor:
         """Return the values; they are valid until another weight of this shape is dequantised."""
         return _in_shape(self.base.filled(), self.shape, self.transposed)
@@ -62,18 +66,16 @@ class Stack:
         """Return the values in their own memory."""
         return _in_shape(self.base.dense(), self.shape, self.transposed)
 
-    def of_few_tokens(
-        self, x: Tensor, to: Dispatch, of_tokens: bool, transposed: bool, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return the product of rows with their experts without the dense values, or None.
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
+        """Return the weight as products of few tokens read it, or None.
 
         See ``PackedStack``. The codes must have the rows of ``[E, N, K]``.
         """
         (weight,) = self.base.packed
         if transposed != self.transposed:
             return None
-        product: Tensor | None = weight.product_of_experts(x, to, of_tokens, bias)
-        return product
+        stack: ExpertStack | None = weight.expert_stack(self.shape[0])
+        return stack
 
 
 def _in_shape(matrix: Tensor, shape: tuple[int, ...], transposed: bool) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chronicals.kernels.expert_stacks import ExpertStack, StackInGGUF
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
 from chronicals.kernels.gguf_product import gguf_product
 from chronicals.kernels.nf4_product import multiplies_few_rows
@@ -92,6 +93,11 @@ class Blocks(PackedWeight):
         if self.reads_dense(x):
             return super().product(x)
         return gguf_product(x, self.codes, self.shape[0], self.kind)
+
+    def expert_stack(self, experts: int) -> ExpertStack:
+        """Return the experts' weights as they are."""
+        rows = self.shape[0] // experts
+        return StackInGGUF(self.codes.view(experts, rows, -1), self.kind)
 
     @property
     def why_whole(self) -> str:  # type: ignore[override]

@@ -1,7 +1,8 @@
 """A frozen weight in MXFP4, the format of gpt-oss's experts: 0.53 bytes per value.
 
-It is dequantised for each product. Files hold the experts of a layer ``name`` as these tensors,
-with E experts of ``[N, K]`` each; the class in transformers has ``[E, K, N]``:
+It is dequantised for each product, or inside a product of few tokens. Files hold the experts of a
+layer ``name`` as these tensors, with E experts of ``[N, K]`` each; the class in transformers has
+``[E, K, N]``:
 
     name_blocks    uint8 [E, N, K / 32, 16]     two codes per byte
     name_scales    uint8 [E, N, K / 32]         exponents, E8M0
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from chronicals.kernels.expert_stacks import ExpertStack, StackInMXFP4
 from chronicals.kernels.mxfp4 import (
     MXFP4_BLOCK,
     dequantize_mxfp4,
@@ -50,6 +52,11 @@ class MXFP4(PackedWeight):
     def into(self, out: Tensor) -> Tensor:
         """Write the dequantised values to ``out``, and return it."""
         return dequantize_mxfp4(self.codes, self.scales, out)
+
+    def expert_stack(self, experts: int) -> ExpertStack:
+        """Return the experts' weights as they are."""
+        rows = self.shape[0] // experts
+        return StackInMXFP4(self.codes.view(experts, rows, -1), self.scales.view(experts, rows, -1))
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from chronicals.kernels.expert_dispatch import Dispatch
+from chronicals.kernels.expert_stacks import ExpertStack, StackIn4Bits
 from chronicals.kernels.nf4 import (
     SCALE_BLOCK,
     Scales,
@@ -22,7 +22,6 @@ from chronicals.kernels.nf4 import (
     quantize_nf4,
     quantize_scales,
 )
-from chronicals.kernels.nf4_grouped_product import multiplies_few_tokens, nf4_grouped_product
 from chronicals.kernels.nf4_product import (
     FASTER_ROWS,
     are_one_launch,
@@ -191,15 +190,13 @@ class Packed(PackedWeight):
         outputs = self.shape[0]
         return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code)
 
-    def product_of_experts(
-        self, x: Tensor, to: Dispatch, of_tokens: bool, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return the grouped product of few tokens, of which only chosen experts are read."""
-        if x.dtype != self.dtype or not multiplies_few_tokens(x, to, self.block):
+    def expert_stack(self, experts: int) -> ExpertStack | None:
+        """Return the experts' weights as they are, if rows are whole blocks."""
+        rows, columns = self.shape
+        if columns % self.block:
             return None
-        outputs = self.shape[0] // to.experts
-        form = self.block, self.code
-        return nf4_grouped_product(x, self.codes, self.scales, to, outputs, of_tokens, bias, *form)
+        form = rows // experts, self.block, self.code
+        return StackIn4Bits.of_matrix(self.codes, self.scales, experts, *form)
 
     def dense_reference(self) -> Tensor:
         """Return the dequantised values in plain torch."""

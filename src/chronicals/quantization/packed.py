@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.expert_dispatch import Dispatch
+from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.quantization.base import Operand, Storage
 from chronicals.quantization.dense import Dense
 
@@ -300,19 +300,10 @@ class PackedWeight(ABC):
         """
         return F.linear(x, self.dense().to(x.dtype))
 
-    def product_of_experts(
-        self, x: Tensor, to: Dispatch, of_tokens: bool, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return the grouped product of the weights ``[E · n, K]`` of E experts, ``[S, n]``.
+    def expert_stack(self, experts: int) -> ExpertStack | None:
+        """Return the weights ``[E · n, K]`` of E experts as products of few tokens read them.
 
-        It is None for rows whose product reads the dense values; a format may multiply few rows
-        without them. There is no gradient.
-
-        Args:
-            x: ``[S, K]`` sorted by expert, or ``[T, K]`` if ``of_tokens``.
-            to: the dispatch of the rows.
-            of_tokens: gather the rows of x from tokens.
-            bias: ``[E, n]``.
+        It is None if they need the dense values, in this format or with rows of this length.
         """
         return None
 

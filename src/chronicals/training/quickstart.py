@@ -38,6 +38,7 @@ WRITTEN = frozenset(
         "metrics.jsonl",
         "report.html",
         "samples.json",
+        "samples.jsonl",
         "train_dataset.json",
         "eval_dataset.json",
         "tensorboard",

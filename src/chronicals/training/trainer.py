@@ -58,6 +58,7 @@ from chronicals.training.run.guard import (
     saying_what_helps,
 )
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
+from chronicals.training.run.live_samples import LiveSamples
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard
 from chronicals.training.run.recovery import Recovery
@@ -68,6 +69,7 @@ from chronicals.training.run.run_state import Run, TrainingResult
 from chronicals.training.run.trackers import build_trackers
 from chronicals.training.session import Session, prepared
 from chronicals.training.step.routers import keep_anchor
+from chronicals.training.step.training_step import rate_factor
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -409,6 +411,11 @@ class ChronicalsTrainer:
                 "run: the peak would never be "
                 "reached"
             )
+        if run.total_steps == 1 and rate_factor(config, 0, 1) == 0:
+            raise ConfigurationError(
+                "warmup_from_zero=True: the only step of the run has a learning rate of 0; "
+                "train more steps, or leave warmup_from_zero out"
+            )
         keeps_best = eval_store is not None and config.keep != "last"
         saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, keeps_best, self._earlier)
         if resumed is not None:
@@ -424,6 +431,7 @@ class ChronicalsTrainer:
         recovery = None
         if config.fit == "auto":
             recovery = Recovery(session, stream, made_for, self.output_dir)
+        live = LiveSamples(session, samples)
         loop = Loop(
             session,
             run,
@@ -435,10 +443,12 @@ class ChronicalsTrainer:
             about,
             self._watch,
             recovery,
+            live,
         )
         loop.prove_that_ranks_are_alike()
         if resumed is None:
             self.ranks.writer_does(samples.keep, OSError)
+            self.ranks.writer_does(live.begin, OSError)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
         with self._stop.on_signals(), callbacks.around(run):

@@ -13,6 +13,7 @@ LEARNING = frozenset(
         "gradient_accumulation_steps",
         "warmup_steps",
         "warmup_ratio",
+        "warmup_from_zero",
         "lr_scheduler",
         "min_lr_ratio",
         "wsd_decay_ratio",

@@ -129,10 +129,15 @@ class DraftForm:
             made = self._input(one)
             made.classes("field-input").props(f'aria-label="{one.name}" data-field="{one.name}"')
             made.on_value_change(lambda event: self._typed(one.name, event.value))
-            if one.help:
-                ui.label(one.help).classes("field-help")
+            help_text = self.help_of(one)
+            if help_text:
+                ui.label(help_text).classes("field-help")
             fault = ui.label().classes("field-fault").props('role="alert"')
         self.inputs[one.name] = FieldInput(one, box, made, fault)
+
+    def help_of(self, one: FormField) -> str:
+        """Return the help of a field in the language of the page."""
+        return one.help
 
     def _input(self, one: FormField) -> Any:
         """Build the input of a field's kind; empty is the default, which it shows."""
@@ -160,6 +165,10 @@ class RecipeDraft(DraftForm):
     def recipe_form(self) -> RecipeForm:
         """The form as it is known now."""
         return self.services.form(self.name)
+
+    def help_of(self, one: FormField) -> str:
+        """Return the help of a field in the language of the page; the schema has it in English."""
+        return self.say.translated(f"field.{one.name}", one.help)
 
 
 @dataclass

@@ -252,19 +252,25 @@ class RunPanel:
             redraw(chart, line_chart({run.name: metrics.curve(name)}))
 
     def _show_samples(self, run: Run) -> None:
-        """Show the last answers that the run drew, with their rewards."""
+        """Show the last answers of the run, with their rewards where it was trained on them."""
         samples = last_records(run.folder / SAMPLES, SHOWN_SAMPLES)
         self.samples.clear()
         if not samples:
             return
-        with self.samples, card(self.say("run.samples")):
+        step = samples[-1].get("step")
+        title = "run.samples" if step is None else "run.answers"
+        with self.samples, card(self.say(title, step=step)):
             for sample in samples:
+                if sample.get("step") != step:
+                    continue
                 ui.label(str(sample.get("prompt", ""))).classes("quiet pre-text")
                 with ui.element("div").classes("answers"):
                     for answer in sample.get("answers", []):
                         with ui.element("div").classes("answer"):
                             ui.label(str(answer.get("text", ""))).classes("pre-text")
-                            ui.label(rewards_in_words(answer)).classes("quiet number")
+                            rewards = rewards_in_words(answer)
+                            if rewards:
+                                ui.label(rewards).classes("quiet number")
 
     def _show_output(self, job: Job | None) -> None:
         if job is None:

@@ -448,11 +448,11 @@ def without_dropout(model: nn.Module) -> list[str]:
 def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
     """Return the learning rate of each of ``steps`` steps, as a share of the peak.
 
-    A warm-up of n steps rises by 1 / n per step, up to the peak. A default warm-up takes at most a
-    tenth of the run. Over the remaining steps the rate falls from the peak towards
-    ``min_lr_ratio``, which the step after the last would have: along half a cosine wave, or
-    linearly. ``wsd`` falls linearly over its share of all steps and is constant before.
-    ``constant`` does not fall.
+    A warm-up of n steps rises by 1 / n per step, up to the peak; ``warmup_from_zero`` starts it one
+    step later, at 0. A default warm-up takes at most a tenth of the run. Over the remaining steps
+    the rate falls from the peak towards ``min_lr_ratio``, which the step after the last would have:
+    along half a cosine wave, or linearly. ``wsd`` falls linearly over its share of all steps and is
+    constant before. ``constant`` does not fall.
     """
     warmup = (
         config.warmup_steps
@@ -461,7 +461,8 @@ def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
     )
     if config.warmup_ratio is not None:
         warmup = -int(-Fraction(str(config.warmup_ratio)) * steps // 1)
-    rates = [(step + 1) / warmup for step in range(min(warmup, steps))]
+    first = 0 if config.warmup_from_zero else 1
+    rates = [(first + step) / warmup for step in range(min(warmup, steps))]
     falling: float = steps - warmup
     if config.lr_scheduler == "wsd":
         falling = min(falling, config.wsd_decay_ratio * steps)

@@ -19,6 +19,7 @@ RUN_FILES = {
     "report.html",
     "resume.yaml",
     "samples.json",
+    "samples.jsonl",
     "tensorboard",
     "trackers.json",
     "wandb",

@@ -85,7 +85,7 @@ class LayerSource:
             for name, own in weights.items():
                 bias = memory.get(f"{name}_bias")
                 if bias is not None:
-                    weights[name] = own._replace(bias=bias.of_all("values"))
+                    weights[name] = own._replace(bias=bias.views["values"])
             yield Wave(experts.start, experts.stop, weights[GATE_UP], weights[DOWN])
 
 

@@ -152,7 +152,7 @@ def finish(
             metrics = read_metrics(run.output_dir / "metrics.jsonl")
             data = data_reports(run.output_dir)
             device = input_device(model)
-            drawn = read_samples(run.output_dir)
+            drawn = [line for line in read_samples(run.output_dir) if "rollout" in line]
             Report(title, facts, metrics, data, config, answers(), drawn).write(report, device)
         except Exception as error:  # the model is written already, so the run has succeeded
             logger.error(

@@ -32,6 +32,7 @@ from chronicals.training.errors import Interrupted, RolloutFailed, TrainingError
 from chronicals.training.run.callbacks import Callback, Callbacks
 from chronicals.training.run.evaluation import evaluate
 from chronicals.training.run.guard import check_finite_weights, check_step
+from chronicals.training.run.live_samples import LiveSamples
 from chronicals.training.run.recovery import (
     Recovery,
     is_limited,
@@ -139,6 +140,7 @@ class Loop:
         held_out: data to evaluate on; None for none.
         about: returns the description of the run's data that a checkpoint holds.
         recovery: what the run does when a step runs out of memory; None to end.
+        live_samples: answers while the run goes on; None for none.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Loop:
         about: Callable[[], dict[str, Any]],
         watch: RankWatch,
         recovery: Recovery | None = None,
+        live_samples: LiveSamples | None = None,
     ):
         self.session = session
         self.run = run
@@ -164,6 +167,7 @@ class Loop:
         self.about = about
         self.watch = watch
         self.recovery = recovery
+        self.live_samples = live_samples
         self.config = session.config
         self.device = session.precision.device
         self._told = False
@@ -243,8 +247,9 @@ class Loop:
                     values["grad_norm"] == 0.0
                     and session.objective.why_no_gradient(values) is not None
                 )
-                run.coverage = audit.close(bool(values["applied"]), flat=is_flat)
-                # A step that was skipped, or whose loss is flat, has no coverage: look at the next.
+                run.coverage = audit.close(bool(values["applied"] and factor), flat=is_flat)
+                # A step that was skipped, whose rate is 0 or whose loss is flat has no coverage: look
+                # at the next.
                 audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)
             self.saved.prepare(run, session.optimizer)
             self._deliver_pending()
@@ -381,6 +386,8 @@ class Loop:
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
+        if self.live_samples is not None and due & {"evaluate", "save"}:
+            self.live_samples.after_step(run.step)
         asked = self.stop.is_asked(
             self.session.ranks, self.device, self.callbacks, self.saved.failed
         )

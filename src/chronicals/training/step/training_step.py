@@ -403,6 +403,7 @@ def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> floa
         warmup,
         config.min_lr_ratio,
         config.wsd_decay_ratio,
+        config.warmup_from_zero,
     )
 
 

@@ -90,7 +90,8 @@ def _build_groups(services: Services, draft: RecipeDraft, say: Say) -> None:
     fields = draft.recipe_form.fields.values()
     shared = [field for field in fields if field.name not in own]
     for title, members in groupby(shared, key=lambda field: field.heading):
-        _Group(title or say("configuration.others"), list(members), draft).build(title in OPEN)
+        shown = say.translated(f"heading.{title}", title or say("configuration.others"))
+        _Group(shown, list(members), draft).build(title in OPEN)
 
 
 class _Group:
