@@ -1,6 +1,7 @@
 """Rehearse a release, or do what its workflow does, up to the upload.
 
-    python .ci/release.py                      # build, look into the files, install the wheel, run it
+    python .ci/release.py                      # build, look into the files, install the wheel, run it;
+                                               # with extras in other Pythons, where they are here
     python .ci/release.py --build-only --tag v0.1.0 --name chronicals-training
     python .ci/release.py --wheel dist/X.whl   # install a wheel that is built, in an empty environment
 
@@ -11,6 +12,7 @@ DISTRIBUTION. What is imported, and the command, are ``chronicals`` under any na
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -41,6 +43,14 @@ COMMANDS = (
     ("chronicals", "convert", "--help"),
 )
 """What an installed package must do, in a folder without the sources."""
+
+
+OTHERS = ("3.12", "3.13")
+"""Versions of Python that a rehearsal installs the wheel in too, with ``EXTRAS``."""
+
+EXTRAS = "[peft,export,ui]"
+
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 class ReleaseError(Exception):
@@ -126,6 +136,22 @@ def try_out(wheel: Path, python: str, extras: str) -> None:
             print(f"{' '.join(words)}: {done.stdout.strip().splitlines()[0]}")
 
 
+def interpreter(version: str) -> str | None:
+    """Return the Python of a version on the path or among pyenv's; None if there is none.
+
+    A name on the path may be pyenv's, which answers only for versions that are switched on.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    on_path = shutil.which(f"python{version}")
+    candidates = [on_path] if on_path else []
+    candidates += sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))
+    for python in candidates:
+        asked = subprocess.run([python, "-c", VERSION], capture_output=True, text=True, timeout=60)
+        if asked.returncode == 0 and asked.stdout.strip() == version:
+            return python
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", default="chronicals", help="of the distribution on the index")
@@ -142,6 +168,13 @@ def main() -> int:
             print(f"built {wheel.name}")
         if not given.build_only:
             try_out(wheel.resolve(), given.python, given.extras)
+            for version in OTHERS if given.wheel is None else ():
+                python = interpreter(version)
+                if python is None:
+                    print(f"left to the workflow: Python {version} with {EXTRAS} is not here")
+                    continue
+                print(f"Python {version} with {EXTRAS}:")
+                try_out(wheel.resolve(), python, EXTRAS)
             print(f"{wheel.name} installs and runs; what is left is the upload")
     except ReleaseError as error:
         print(f"no release: {error}", file=sys.stderr)

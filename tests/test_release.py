@@ -84,11 +84,53 @@ def test_a_wheel_that_lacks_something_is_no_release(release, files, name, said, 
         release.look_into([sdist, wheel(tmp_path, files, name)], "chronicals")
 
 
+def python_that_says(folder, text, name):
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_another_python_is_found_where_it_answers(release, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    assert release.interpreter("3.99") is None
+    python_that_says(tmp_path, "echo pyenv: not switched on >&2; exit 127", "path/python3.99")
+    python_that_says(tmp_path, "echo 3.9", "pyenv/versions/3.99.0/bin/python")
+    assert release.interpreter("3.99") is None
+    wanted = python_that_says(tmp_path, "echo 3.99", "pyenv/versions/3.99.1/bin/python")
+    assert release.interpreter("3.99") == wanted
+    on_path = python_that_says(tmp_path, "echo 3.99", "path/python3.99")
+    assert release.interpreter("3.99") == on_path
+
+
+def test_a_rehearsal_installs_the_extras_in_other_pythons_or_says_that_they_are_not_here(
+    release, tmp_path, monkeypatch, capsys
+):
+    made = wheel(tmp_path, WHOLE)
+    tried = []
+    monkeypatch.setattr(release, "build", lambda name, tag: [made])
+    monkeypatch.setattr(release, "look_into", lambda files, name: made)
+    monkeypatch.setattr(release, "try_out", lambda *asked: tried.append(asked[1:]))
+    monkeypatch.setattr(release, "interpreter", {"3.12": "/python3.12", "3.13": None}.get)
+    monkeypatch.setattr(sys, "argv", ["release.py"])
+    assert release.main() == 0
+    assert tried == [(sys.executable, ""), ("/python3.12", "[peft,export,ui]")]
+    assert (
+        "left to the workflow: Python 3.13 with [peft,export,ui] is not" in capsys.readouterr().out
+    )
+    monkeypatch.setattr(sys, "argv", ["release.py", "--wheel", str(made)])
+    assert release.main() == 0 and len(tried) == 3
+
+
 def test_what_is_uploaded_is_what_was_tested_behind_an_approval():
     jobs = WORKFLOW["jobs"]
     assert WORKFLOW[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key on as true
     assert jobs["wheel"]["needs"] == "build" and jobs["publish"]["needs"] == "wheel"
     assert jobs["wheel"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    installed = [step.get("run", "") for step in jobs["wheel"]["steps"]]
+    assert any("--extras '[peft,export,ui]'" in line for line in installed)
     publish = jobs["publish"]
     assert publish["environment"] == "pypi" and publish["permissions"]["id-token"] == "write"
     used = " ".join(step.get("uses", step.get("run", "")) for step in publish["steps"])

@@ -21,12 +21,14 @@ from chronicals.memory import (
     recompute,
 )
 from chronicals.memory.peak import ACTIVATIONS, TableBytes
+from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.models import quantise_layers
 from chronicals.patching import (
     decoder_layer,
     fuse_weights,
     patch_parts,
     recompute_norms_and_units,
+    tile_layers,
     tile_mlps,
 )
 from chronicals.policies.needed_memory import adapter_columns
@@ -154,6 +156,59 @@ def test_a_micro_step_holds_what_its_moments_have(way, tile, policy, again, monk
     # The input of the layers was there before, and a last layer that is recomputed has its own twice.
     before = row * SIZES["hidden_size"] * (2 if policy == LAYERS else 1)
     assert last.held - expected.fixed - before == pytest.approx(peak, rel=0.03)
+
+
+class AttentionOfFlash(Attention):
+    """The same with what FlashAttention's backward pass makes beside the gradients: an accumulator
+    of the queries' in fp32, and gradients of keys and values for each query head."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, *_ = ctx.saved_tensors
+        beside = [torch.zeros_like(q) for _ in range(4)]  # 16 bits and fp32 are alike here
+        found = tuple(torch.zeros_like(x) for x in (q, k, v))
+        del beside
+        return *found, None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["full", "LoRA", "NF4"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("tile", [16, TILE])
+def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, monkeypatch):
+    """What the layers keep is their inputs; at the peak a small tile holds less than a group."""
+    model = fused(way, NOTHING, 0, 0)
+    tile_layers(model)
+    monkeypatch.setattr(
+        decoder_layer,
+        "document_attention",
+        lambda q, k, v, *_, padding=0, **__: AttentionOfFlash.apply(q, k, v, padding),
+    )
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
+    monkeypatch.setattr(recompute, "TILE", tile)
+    monkeypatch.setattr(recompute, "GROUP_ROWS", 3 * TOKENS * key_heads)
+    with interpreting():
+        kept, peak = tracked_micro_step(model)
+
+    layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters() if p.requires_grad)
+    sums = 4 * layer if way == "full" else 0
+    down = 4 * SIZES["hidden_size"] * SIZES["intermediate_size"] if way == "full" else 0
+    step = StepShape(
+        TOKENS,
+        fused=True,
+        element=4,
+        logit_rows=1,
+        layer_tiles=LayerTiles(tile, sums=sums, down=down),
+        columns=adapter_columns(model),
+    )
+    expected = estimate(model, step, WeightBytes(4, 4))
+    loss, _, last, *_ = expected.moments(LAYERS, LAYER_COUNT)
+    row = 4 * TOKENS
+    beside = row * (1 + 2 * SIZES["head_dim"])
+    assert loss.parts[ACTIVATIONS] == pytest.approx(kept - beside, rel=0.01)
+    # the input of the first layer was there before
+    before = row * SIZES["hidden_size"]
+    assert last.held - expected.fixed - before == pytest.approx(peak, rel=0.05)
 
 
 VOCABULARY = 8192

@@ -58,7 +58,7 @@ class LeanStates(Policy):
         self.seen.append(decision.field)
 
     @contextmanager
-    def around_steps(self, model):
+    def around_steps(self, model, decision):
         self.seen.append("steps begin")
         yield
         self.seen.append("steps end")

@@ -58,6 +58,10 @@ ARMS = {
         "memory": ["recompute_layers", "offload_activations", "tiled_mlp"],
         **ADAPTERS,
     },
+    "layers in tiles, inputs offloaded": {
+        "memory": ["tiled_layers", "offload_activations"],
+        **ADAPTERS,
+    },
     "offloaded, recomputed in part": {
         "memory": ["recompute_elementwise", "offload_activations"],
         **ADAPTERS,

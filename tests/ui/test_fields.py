@@ -6,8 +6,9 @@ import pytest
 
 from chronicals.config import Recipe
 from chronicals.config.recipe import preset_fields
+from chronicals.ui.command_forms import CommandForm
 from chronicals.ui.drafts import Drafts
-from chronicals.ui.fields import recipe_fields, section_fields
+from chronicals.ui.fields import FormField, recipe_fields, section_fields
 from chronicals.ui.place import Place
 from chronicals.ui.recipes import Faults, RecipeForm, fields_of
 
@@ -183,6 +184,37 @@ def test_paths_out_of_the_root_are_refused(form, tmp_path, name, text):
     with pytest.raises(Faults) as raised:
         form.recipe(texts)
     assert "is outside of" in str(raised.value) or "leads upwards" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["rows", "rows/deep", "ro*", "{root}/r*", "rows/**/*", "a.jsonl\nrows"]
+)
+@pytest.mark.parametrize("target", ["secret.jsonl", ""])
+def test_links_below_a_folder_of_rows_may_not_lead_out_of_the_root(form, tmp_path, text, target):
+    """To a file, or to a folder; also behind a link to a folder in the root."""
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    outside.mkdir()
+    (outside / "secret.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "rows" / "deep").symlink_to(tmp_path / "other")
+    (tmp_path / "other" / "circle").symlink_to(tmp_path / "rows")
+    (tmp_path / "other" / ".hidden").symlink_to("/etc")  # is not read
+    text = text.format(root=tmp_path)
+    form.recipe({"model": "m", "data": text})
+    (tmp_path / "other" / "out").symlink_to(outside / target)
+    with pytest.raises(Faults, match="is outside of"):
+        form.recipe({"model": "m", "data": text})
+    show = CommandForm(
+        form.place,
+        ["data", "show"],
+        {"file": FormField("file", "", "text", "")},
+        ["file"],
+        ["file"],
+    )
+    if "\n" not in text:
+        with pytest.raises(Faults, match="file='"):
+            show.check({"file": text})
 
 
 def test_names_of_the_hub_and_patterns_in_the_root_are_taken(form, tmp_path):

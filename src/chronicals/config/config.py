@@ -232,12 +232,16 @@ MemoryPolicy = Literal[
     "offload_activations",
     "offload_frozen_weights",
     "offload_optimizer_states",
+    "tiled_layers",
     "tiled_mlp",
     "optimizer_in_backward",
     "reduce_in_backward",
 ]
 Fit = Literal["off", "settings", "auto"]
 """What ``fit`` may change so that a run fits its card, before the first step and after it."""
+
+WHOLE_LAYERS = frozenset[MemoryPolicy]({"recompute_layers", "tiled_layers"})
+"""Entries of ``memory`` with which every layer keeps its input alone."""
 
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 ALIASES: dict[str, MemoryPolicy] = {
@@ -925,13 +929,13 @@ class ChronicalsConfig:
                 "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set "
                 "use_fp8=True, or leave it out"
             )
-        if set(self.memory) >= RECOMPUTE:
+        whole = sorted(WHOLE_LAYERS.intersection(self.memory))
+        if "recompute_elementwise" in self.memory and whole:
             raise ConfigurationError(
-                f"memory={self.memory}: recompute_layers makes everything again; leave out the "
-                "other"
+                f"memory={self.memory}: {whole[0]} makes everything again; leave out the other"
             )
         for switch, entry in ALIASES.items():
-            same = RECOMPUTE if entry in RECOMPUTE else {entry}
+            same = RECOMPUTE | WHOLE_LAYERS if entry in RECOMPUTE else {entry}
             if switch in self.explicit and getattr(self, switch) != bool(same & set(self.memory)):
                 raise ConfigurationError(
                     f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; "

@@ -12,7 +12,10 @@ backward compute the same one, so it is not saved. p is rounded to a multiple of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -260,9 +263,53 @@ def _bound(dropout: float) -> tuple[int, float]:
     return bound, 2**16 / (2**16 - bound)
 
 
-def draw_seed(like: Tensor) -> Tensor:
-    """Draw a seed for a mask from torch's generator of the device, int64 ``[1]`` there."""
+class RepeatedSeeds:
+    """Seeds of masks that are drawn once, for a computation that runs several times.
+
+    A computation has parts, such as tiles. Within ``of(part)``, ``draw_seed`` draws new seeds the
+    first time, and returns the same ones, in the same order, each time after that.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: dict[Hashable, list[Tensor]] = {}
+
+    @contextmanager
+    def of(self, part: Hashable) -> Iterator[None]:
+        """Context in which this thread draws the seeds of a part."""
+        before = getattr(_now, "source", None)
+        known = self._drawn.get(part)
+        if known is None:
+            _now.source = partial(self._draw, self._drawn.setdefault(part, []))
+        else:
+            remaining = iter(known)
+            _now.source = lambda like: next(remaining)
+        try:
+            yield
+        finally:
+            _now.source = before
+
+    @staticmethod
+    def _draw(drawn: list[Tensor], like: Tensor) -> Tensor:
+        drawn.append(_new_seed(like))
+        return drawn[-1]
+
+
+_now = threading.local()
+"""``source``: what draws the seeds of this thread within ``RepeatedSeeds.of``."""
+
+
+def _new_seed(like: Tensor) -> Tensor:
     return torch.randint(0, 2**31, (1,), device=like.device)
+
+
+def draw_seed(like: Tensor) -> Tensor:
+    """Draw a seed for a mask from torch's generator of the device, int64 ``[1]`` there.
+
+    Within ``RepeatedSeeds.of`` it may be one that was drawn before.
+    """
+    source = getattr(_now, "source", None)
+    seed: Tensor = _new_seed(like) if source is None else source(like)
+    return seed
 
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:

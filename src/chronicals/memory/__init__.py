@@ -1,7 +1,7 @@
 """Ways to hold fewer activations on the GPU: recomputation, offload to host memory, tiles."""
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
-from chronicals.memory.offload import ActivationOffload
+from chronicals.memory.offload import ActivationOffload, InputOffload
 from chronicals.memory.peak import (
     CHEAP,
     LAYERS,
@@ -22,10 +22,13 @@ from chronicals.memory.recompute import (
     draws_numbers,
     enable_gradient_checkpointing,
     enters_again,
+    heads_at_a_time,
     makes_tiles,
+    recomputation,
     recomputes,
     runs_again,
     tiled,
+    tiles_of,
 )
 from chronicals.memory.segments import let_segments_grow
 
@@ -37,6 +40,7 @@ __all__ = [
     "RESERVE",
     "ActivationOffload",
     "Estimate",
+    "InputOffload",
     "Moment",
     "StepShape",
     "WeightBytes",
@@ -48,11 +52,14 @@ __all__ = [
     "enable_gradient_checkpointing",
     "enters_again",
     "estimate",
+    "heads_at_a_time",
     "let_segments_grow",
     "makes_tiles",
+    "recomputation",
     "recomputes",
     "runs_again",
     "tiled",
+    "tiles_of",
 ]
 
 

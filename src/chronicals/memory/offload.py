@@ -6,6 +6,9 @@ At most ``window`` bytes are in such copies, so a GPU that computes faster than 
 for the bus. Prefetching has the same limit. The tensors saved last are used first, and are still on
 the GPU then.
 
+``InputOffload`` moves the inputs of some layers that are recomputed, which are all alike: they go to
+one memory that is allocated once, and of those that come back only the next one is prefetched.
+
 All ordering is by streams, without host synchronisation. After one ordinary step, which allocates
 the host memory, a step can therefore be captured in a CUDA graph.
 """
@@ -14,12 +17,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
+from chronicals.kernels.host_memory import HOST_ALIGNMENT, PinnedMemory
 from chronicals.kernels.launch import next_power_of_2
 
 SMALLEST = 1 << 20
@@ -60,15 +66,24 @@ class ActivationOffload:
         self.free: dict[int, list[Tensor]] = {}
         self.moved = 0
         self._passes: list[saved_tensors_hooks | None] = []
-        self._hooks = (
+        self._hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
-        )
+        ]
 
     @property
     def window(self) -> int:
         """Most bytes that are being copied in one direction at a time."""
         return WINDOW_TENSORS * self.largest if self._window is None else self._window
+
+    def prefetches_more(self, coming: Mapping[int, int], using: int) -> bool:
+        """Return whether another tensor is to be prefetched.
+
+        Args:
+            coming: bytes of those that are on their way, by number.
+            using: number of the tensor that is needed now.
+        """
+        return sum(coming.values()) <= self.window
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -86,19 +101,23 @@ class ActivationOffload:
     def _enter(self, module: nn.Module, _args: object) -> None:
         hooks = None
         if torch.is_grad_enabled():
-            device = next(module.parameters()).device
-            if device != self.device:  # the module has moved, or this is its first pass
-                self.device = device
-                self.free = {}
-                self.streams = None
-                if device.type == "cuda":
-                    self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self.moved = 0
-            weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-            tape = _Tape(self, weights, device, self.streams)
+            tape = self._new_tape(module)
             hooks = saved_tensors_hooks(tape.pack, tape.unpack)
             hooks.__enter__()
         self._passes.append(hooks)
+
+    def _new_tape(self, module: nn.Module) -> _Tape:
+        """Return the tape of a pass that begins."""
+        device = next(module.parameters()).device
+        if device != self.device:  # the module has moved, or this is its first pass
+            self.device = device
+            self.free = {}
+            self.streams = None
+            if device.type == "cuda":
+                self.streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.moved = 0
+        weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        return _Tape(self, weights, device, self.streams)
 
     def _leave(self, *_: object) -> None:
         hooks = self._passes.pop()
@@ -120,6 +139,90 @@ class ActivationOffload:
             if free
             else torch.empty(rounded, dtype=torch.uint8, pin_memory=self.streams is not None)
         )
+
+
+class InputOffload(ActivationOffload):
+    """Moves the inputs of some layers, all that such layers save, to host memory.
+
+    Inputs are of one size, that of the first. There is one memory for all of a pass, allocated when
+    the first comes, pinned if the device is a GPU; where a pass saves more of them, or larger ones,
+    these get memory of their own. Usable as a context manager.
+
+    Args:
+        module: the decoder.
+        layers: the layers.
+        smallest: bytes of the smallest tensor that is offloaded; ``SMALLEST`` by default.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[nn.Module], smallest: int | None = None):
+        super().__init__(module, smallest)
+        self.layers = tuple(layers)
+        self._tape: _Tape | None = None
+        self._memory = PinnedMemory()
+        self._room: Tensor | None = None
+        for layer in self.layers:
+            self._hooks += (
+                layer.register_forward_pre_hook(self._enter_layer),
+                layer.register_forward_hook(self._leave, always_call=True),
+            )
+
+    @property
+    def window(self) -> int:
+        """Bytes of an input: one is on its way while the next layer runs."""
+        return self.largest
+
+    def prefetches_more(self, coming: Mapping[int, int], using: int) -> bool:
+        """Return whether no input but the one that is needed now is on its way."""
+        return not coming.keys() - {using}
+
+    def _enter(self, module: nn.Module, _args: object) -> None:
+        self._tape = self._new_tape(module) if torch.is_grad_enabled() else None
+        self._passes.append(None)
+
+    def _enter_layer(self, layer: nn.Module, _args: object) -> None:
+        hooks = None
+        if self._tape is not None and torch.is_grad_enabled():
+            hooks = saved_tensors_hooks(self._tape.pack, self._tape.unpack)
+            hooks.__enter__()
+        self._passes.append(hooks)
+
+    def _new_tape(self, module: nn.Module) -> _Tape:
+        device = self.device
+        tape = super()._new_tape(module)
+        if self.device != device:
+            self._room = None
+        return tape
+
+    def take(self, size: int) -> Tensor:
+        """Return a uint8 host buffer of ``size`` bytes."""
+        if self._room is None:
+            self._allocate(size)
+        if self.free.get(size):
+            self.moved += size
+            self.largest = max(self.largest, size)
+            return self.free[size].pop()
+        return super().take(size)
+
+    def _allocate(self, size: int) -> None:
+        """Allocate the memory for an input of each layer."""
+        step = -(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT
+        like = torch.empty(step * len(self.layers), dtype=torch.uint8, device="meta")
+        if self.streams is None:
+            self._room = torch.empty_like(like, device="cpu")
+        else:
+            self._memory.registered = step
+            self._memory.allocate(like.nbytes)
+            self._room = self._memory.tensor(0, like)
+        self.free[size] = [part[:size] for part in self._room.split(step)]
+
+    def remove(self) -> None:
+        """Remove the hooks, and unpin the memory once all copies have ended."""
+        super().remove()
+        self._room = None
+        self.free = {}
+        if self.streams is not None and self._memory.size:
+            torch.cuda.synchronize(self.device)
+            self._memory.release()
 
 
 class _Saved:
@@ -264,7 +367,7 @@ class _Tape:
             torch.autograd.Variable._execution_engine.queue_callback(self._join)  # type: ignore[attr-defined]
         self._prefetch(saved)
         for number in range(saved.number - 1, -1, -1):
-            if sum(self.coming.values()) > self.owner.window:
+            if not self.owner.prefetches_more(self.coming, saved.number):
                 break
             other = self.saved[number]()
             if other is not None and other.uses > 0:

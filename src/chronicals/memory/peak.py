@@ -38,6 +38,7 @@ from chronicals.kernels.launch import next_power_of_2
 from chronicals.kernels.linear_cross_entropy import cross_entropy_bytes
 from chronicals.kernels.linear_head import HeadBytes, HeadShape
 from chronicals.memory.offload import WINDOW_TENSORS
+from chronicals.memory.tiled_layers import LayerTiles, TiledElements
 from chronicals.model_shape import ModelShape
 
 RESERVE = 0.9
@@ -178,6 +179,7 @@ class StepShape:
         tile: rows of an MLP that are computed at a time; 0 for all.
         tile_sums: bytes of the gradient of one of an MLP's three weights, where those of tiles are
             summed; 0 if they are frozen.
+        layer_tiles: how decoder layers run in tiles as a whole; None where they do not.
         offloads: saved tensors are offloaded to host memory.
         head_bytes: returns the bytes that the loss needs, by its kernel's file.
         columns: columns for adapters behind the inputs of products.
@@ -198,6 +200,7 @@ class StepShape:
     copies_attended: bool = False
     tile: int = 0
     tile_sums: int = 0
+    layer_tiles: LayerTiles | None = None
     offloads: bool = False
     head_bytes: Callable[[HeadShape], HeadBytes] = cross_entropy_bytes
     columns: AdapterColumns = AdapterColumns()
@@ -280,6 +283,8 @@ class Estimate:
         away: bytes in host memory by part, without the activations that are offloaded.
         update: bytes that an update needs beside the gradients; 0 on a card.
         pooled: True if CUDA graphs have a memory pool of their own beside these bytes.
+        moved_inputs: of layers that run in tiles, number of those whose inputs are in host memory;
+            None where inputs are not offloaded.
     """
 
     fixed: int
@@ -296,6 +301,21 @@ class Estimate:
     tables: TableBytes = TableBytes()
     update: int = 0
     pooled: bool = False
+    moved_inputs: int | None = None
+
+    def moving_inputs(self, most: int) -> Estimate:
+        """Return the estimate with as few inputs of layers in host memory as fit the card needs.
+
+        Each input costs a copy in both passes. Where not even ``most`` are enough, it is ``most``.
+
+        Args:
+            most: largest number of layers whose inputs may be in host memory.
+        """
+        for count in range(most):
+            fewer = replace(self, moved_inputs=count)
+            if fewer.needed(LAYERS) <= RESERVE * self.total:
+                return fewer
+        return replace(self, moved_inputs=most)
 
     def beside(self, name: str, size: int) -> Estimate:
         """Return the estimate with further bytes that exist all the time."""
@@ -330,7 +350,15 @@ class Estimate:
         # The backward pass goes from the last layer to the first. When it reaches the first layers,
         # the activations of the others are freed, and the gradients are allocated.
         before_first = again * self.kept[LAYERS] if again else 0
-        if self.window:
+        if self.moved_inputs:
+            # Of inputs that move the last one is on its way out; of those that come back the one in
+            # use and the next are there (``memory.offload``).
+            size = self.kept[LAYERS]
+            stay = (self.layers - self.moved_inputs) * size
+            saved = stay + size
+            before_last = stay + (2 if whole_layers else 1) * size
+            before_first = (2 if again or whole_layers else 1) * size
+        elif self.window:
             # Of what is copied out a window is on the GPU. It stays there until the first tensor
             # that was copied back is used; of these a window and the tensor in use are there, and
             # what the layer kept is among them.
@@ -402,8 +430,10 @@ class Estimate:
 
         A buffer of an offloaded tensor has the next power of two of bytes
         (``ActivationOffload.take``); that of a layer's input is known here, of others only their
-        sum.
+        sum. Inputs of layers that run in tiles are in one memory without gaps.
         """
+        if self.moved_inputs:
+            return {**self.away, OFFLOADED: self.moved_inputs * self.kept[LAYERS]}
         if not self.window:
             return dict(self.away)
         whole = self.layers if cheap == LAYERS else again
@@ -518,7 +548,7 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
     of_down = step.tile * layer.of_down_in_tile * step.element
     # Gradients of the three weights wait for those of the last tile; then the down product's comes.
     tile = max(of_tile + 3 * step.tile_sums, of_down + 4 * step.tile_sums)
-    return Estimate(
+    whole = Estimate(
         fixed=sum(parts.values()),
         layers=shape.layers,
         kept={policy: of_token * count for policy, count in layer.kept.items()},
@@ -536,6 +566,29 @@ def estimate(model: Any, step: StepShape, weights: WeightBytes) -> Estimate:
         logits=of_head.logits,
         named=parts,
         tables=TableBytes.of(table, head, of_head, weights, step.element),
+    )
+    return whole if step.layer_tiles is None else _in_tiles(whole, shape, step, step.layer_tiles)
+
+
+def _in_tiles(whole: Estimate, shape: ModelShape, step: StepShape, tiles: LayerTiles) -> Estimate:
+    """Return the estimate with layers that keep their input and run in tiles, whatever the policy.
+
+    Args:
+        whole: estimate of the run with layers in one piece.
+        shape: of the model.
+        step: of the run.
+        tiles: how its layers run.
+    """
+    columns = step.columns
+    of_rows = columns.queries + columns.output + columns.gate + columns.down
+    elements = TiledElements.of(shape, step.tokens, tiles, step.element, of_rows)
+    kept = step.tokens * step.element * shape.width
+    working = elements.bytes(step.tokens, tiles, step.element)
+    return replace(
+        whole,
+        kept={NOTHING: kept, LAYERS: kept},
+        working={NOTHING: kept + working, LAYERS: working},  # with the layer's own input
+        window={},
     )
 
 

@@ -125,6 +125,11 @@ def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
     return _Running(False), _Running(True)
 
 
+def recomputation() -> AbstractContextManager:
+    """Return the context of a recomputation, in which ``runs_again`` is True."""
+    return _Running(True)
+
+
 @dataclass
 class _Running:
     """A context that sets ``runs_again``.
@@ -204,6 +209,34 @@ def checkpoints_end_with_errors() -> Iterator[None]:
 
 TILE = 4096
 """Rows of a tile: enough for matrix products to run at full speed."""
+
+
+GROUP_ROWS = 1 << 18
+"""Rows of queries, of all heads together, in one call of attention over some heads.
+
+A call has a block for each 128 of them, so this many keep a card busy for many times its number of
+multiprocessors.
+"""
+
+
+def heads_at_a_time(tokens: int, heads: int, key_heads: int, together: int = 1) -> int:
+    """Return the number of key heads that attend in one call of a tiled layer.
+
+    Args:
+        tokens: tokens of a pack.
+        heads: number of query heads.
+        key_heads: number of key heads.
+        together: the result is a multiple of this number, or all key heads.
+    """
+    rows = tokens * heads // key_heads
+    least = max(1, -(-GROUP_ROWS // max(rows, 1)))
+    least = -(-least // together) * together
+    return min(least, key_heads)
+
+
+def tiles_of(rows: int) -> list[slice]:
+    """Return the tiles of ``rows`` rows, in order; the last one may be shorter."""
+    return [slice(start, min(start + TILE, rows)) for start in range(0, rows, TILE)]
 
 
 def makes_tiles(rows: int) -> bool:

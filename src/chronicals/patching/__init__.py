@@ -21,7 +21,9 @@ from chronicals.patching.layer_policies import (
     offload_frozen_weights,
     run_in_format,
     run_in_fp8,
+    tile_layers,
     tile_mlps,
+    untile_layers,
     untile_mlps,
 )
 from chronicals.patching.patch import (
@@ -52,9 +54,11 @@ __all__ = [
     "run_experts_in_fp8",
     "run_in_format",
     "run_in_fp8",
+    "tile_layers",
     "tile_mlps",
     "unfuse_weights",
     "unpatch_model",
+    "untile_layers",
     "untile_mlps",
 ]
 

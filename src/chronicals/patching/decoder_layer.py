@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.kernels.launch import with_padding
+from chronicals.memory import draws_numbers
 from chronicals.models.attention_seam import PASS, Scores
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
@@ -45,6 +47,7 @@ from chronicals.patching.halves import (
 )
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
+from chronicals.patching.tiled_layer import TILES_LAYER, run_in_tiles
 from chronicals.quantization import LayerProduct, PackedProduct, packed_layers, packed_weight
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
@@ -207,7 +210,7 @@ def fuse_weights(model: nn.Module) -> None:
         pass  # making a group moves its weights; a half that cannot be fused is logged when it runs
 
 
-def _fused_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Anatomy]]:
+def fused_layers(model: nn.Module) -> Iterator[tuple[nn.Module, Anatomy]]:
     """Yield the decoder layers whose forward was replaced, and their anatomy."""
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
@@ -224,7 +227,7 @@ def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerg
 
     Of a layer attention comes first.
     """
-    for layer, anatomy in _fused_layers(model):
+    for layer, anatomy in fused_layers(model):
         for half in _halves(anatomy, layer):
             if isinstance(half, FusedHalf):
                 yield Unmerged("it has dropout") if _has_dropout(layer) else half.products
@@ -239,7 +242,7 @@ def packed_products(model: nn.Module) -> list[PackedProduct]:
     """
     found: list[PackedProduct] = []
     fused = set[nn.Module]()
-    for layer, anatomy in _fused_layers(model):
+    for layer, anatomy in fused_layers(model):
         for half in _halves(anatomy, layer, over_pages=True):
             if isinstance(half, FusedHalf):
                 for owner, names, group in half.products:
@@ -252,7 +255,7 @@ def packed_products(model: nn.Module) -> list[PackedProduct]:
 
 def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yield module and names of its children for each product of several layers in fused halves."""
-    for layer, anatomy in _fused_layers(model):
+    for layer, anatomy in fused_layers(model):
         if anatomy.attention is not None and len(anatomy.attention.products) > 1:
             yield getattr(layer, ATTENTION), anatomy.attention.products
         if anatomy.mlp is not None and len(anatomy.mlp.first) > 1:
@@ -301,6 +304,7 @@ def _run(
     over_pages = inputs.get(PASS) is not None
     if args or not (is_packed or over_pages):
         return class_forward(layer, hidden_states, *args, **inputs)
+    in_tiles = getattr(layer, TILES_LAYER, False) and not over_pages
     reason = ""
     given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
     if given:
@@ -313,7 +317,8 @@ def _run(
         reason = "it has dropout"
     if reason:
         say_once(f"{type(layer).__name__} runs part by part: {reason}")
-        return class_forward(layer, hidden_states, **inputs)
+        run = partial(class_forward, layer, **inputs)
+        return _recomputed(layer, run, hidden_states) if in_tiles else run(hidden_states)
     halves: list[Any] = []
     has_tables = _tables(inputs) is not None
     for half in _halves(anatomy, layer, hidden_states.dtype, over_pages, has_tables):
@@ -323,9 +328,14 @@ def _run(
         else:
             halves.append(half)
     attention, mlp = halves
+    if in_tiles and (attention is None or mlp is None):
+        run = partial(class_forward, layer, **inputs)
+        return _recomputed(layer, run, hidden_states)
     if attention is None and mlp is None:
         return class_forward(layer, hidden_states, **inputs)
     runs[FUSED_HALVES[attention is not None, mlp is not None]] += 1
+    if in_tiles:
+        return run_in_tiles(layer, hidden_states, attention, mlp, _tokens(layer, inputs))
     x = hidden_states.squeeze(0)
     if attention is None:
         x, branch = run_kept_half(
@@ -346,6 +356,15 @@ def _run(
             request = GradientRequest(attention.last.padding, attention.last.amaxes(len(x))[1])
         x, branch = mlp(x, branch, request)
     return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
+
+
+def _recomputed(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a layer that cannot run in tiles now, and recompute it as a whole instead."""
+    if not (layer.training and torch.is_grad_enabled()):
+        return run(x)
+    draws = draws_numbers(layer)
+    out: Tensor = checkpoint(run, x, use_reentrant=False, preserve_rng_state=draws)
+    return out
 
 
 def _halves(
@@ -455,7 +474,9 @@ def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:
     assert tables is not None
     cos, sin = (table.squeeze(0) for table in tables)
     longest = inputs["max_length_q"] if shared_keys is None else shared_keys.max_seqlen
-    return PackedTokens(cos, sin, inputs.get("position_ids"), longest, attend)
+    # heads that are exchanged are divided among the ranks
+    together = 1 if split is None else split.context.inner
+    return PackedTokens(cos, sin, inputs.get("position_ids"), longest, attend, together)
 
 
 def _tables(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:

@@ -15,7 +15,7 @@ attention: R latent width, N and P widths of a head's plain and rotary part, V o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class PackedTokens:
         positions: ``[1, T]``, or None if the model was given none.
         longest: upper bound of a document's length.
         attend: computes attention.
+        together: number of key heads that must attend in one call, or a divisor of it.
     """
 
     cos: Tensor
@@ -114,6 +115,12 @@ class PackedTokens:
     positions: Tensor | None
     longest: int
     attend: AttendFunction
+    together: int = 1
+
+    def rows(self, part: slice) -> PackedTokens:
+        """Return the positions of some rows; ``attend`` still needs all of them."""
+        positions = None if self.positions is None else self.positions[:, part]
+        return replace(self, cos=self.cos[part], sin=self.sin[part], positions=positions)
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,26 @@ class AttentionHalf(FusedHalf):
             tokens: positions of the rows of x.
             gradient: what the layer below asks of the gradient of x.
         """
+        q, k, v, x = self.heads(x, tokens, gradient)
+        return x, self.branch(self.attend(q, k, v, tokens))
+
+    def heads(
+        self,
+        x: Tensor,
+        tokens: PackedTokens,
+        gradient: GradientRequest,
+        skip_output: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values as they attend, and the residual.
+
+        They are ``[T, H or K, W]``, normed and rotated. A row depends on its own row of x only.
+
+        Args:
+            x: ``[T, D]``.
+            tokens: positions of the rows of x.
+            gradient: what the layer below asks of the gradient of x.
+            skip_output: only the backward pass is wanted; see ``merged_linear``.
+        """
         normed, x, remake = self._norm_before(x, None, gradient, self.first.amaxes(len(x))[0])
         padded = self.norms.before is not None  # else x is the caller's tensor, without padding
         cos = tokens.cos
@@ -268,10 +295,11 @@ class AttentionHalf(FusedHalf):
         if self.reads.half_tables:
             cos = torch.cat((cos, cos), -1)
             sin = torch.cat((sin, sin), -1)
-        q, k, v = self._rotated(self.first(normed, remake, padded), cos, sin)
-        attention = self.attention
+        skip_output = skip_output and self.rotates_alone
+        first = self.first(normed, remake, padded, skip_output=skip_output)
+        q, k, v = self._rotated(first, cos, sin)
         # a factor that grows with the position, in some configurations (Ministral 3, after Llama 4)
-        rope: dict[str, Any] = getattr(attention.config, "rope_parameters", None) or {}
+        rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
         beta = rope.get("llama_4_scaling_beta")
         if beta and tokens.longest > rope["original_max_position_embeddings"]:
             assert tokens.positions is not None  # the class computes the factor from them, too
@@ -279,6 +307,37 @@ class AttentionHalf(FusedHalf):
             steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
             factors = 1 + beta * torch.log1p(steps)
             q = q * factors[:, None, None].to(q.dtype)
+        return q, k, v, x
+
+    @property
+    def rotates_alone(self) -> bool:
+        """True if nothing between the first product and attention reads what the product makes.
+
+        A rotation is linear, and its gradient needs the tables only.
+        """
+        return not self.inner_norms
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: PackedTokens,
+        heads: slice = slice(None),
+        padding: int | None = None,
+    ) -> Tensor:
+        """Return what attention gives, ``[T, H, W]``.
+
+        Args:
+            q: queries, of all heads or of some.
+            k: keys of these.
+            v: values of these.
+            tokens: how they attend.
+            heads: which of the query heads they are.
+            padding: columns to be left free behind each row; by default as many as the output
+                product asks for.
+        """
+        attention = self.attention
         # the window of the module, or of its configuration, which may be for some layers only
         types = getattr(attention.config, "layer_types", None)
         if hasattr(attention, "sliding_window"):
@@ -287,17 +346,21 @@ class AttentionHalf(FusedHalf):
             window = None
         else:
             window = getattr(attention.config, "sliding_window", None)
-        attended = tokens.attend(
+        sinks = getattr(attention, "sinks", None)
+        return tokens.attend(
             q,
             k,
             v,
             scale=attention.scaling,
             window=window,
             softcap=getattr(attention, "attn_logit_softcapping", None),
-            sinks=getattr(attention, "sinks", None),
-            padding=self.last.padding,
+            sinks=sinks if sinks is None else sinks[heads],
+            padding=self.last.padding if padding is None else padding,
         )
-        return x, self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
+
+    def branch(self, attended: Tensor) -> Tensor:
+        """Return the branch that is added to the residual, ``[T, D]``, of what attention gave."""
+        return self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.

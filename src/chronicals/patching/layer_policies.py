@@ -2,7 +2,8 @@
 
 Products of fused decoder layers in another format than that of their weights, such as FP8 where
 that saves time; the weights of such products in host memory; gated MLPs that process their rows in
-tiles, so that activations wider than the model exist for one tile of a long pack at a time.
+tiles, so that activations wider than the model exist for one tile of a long pack at a time; layers
+in tiles as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from chronicals.kernels.fp8_linear import FP8_MULTIPLE
 from chronicals.lora.merged_linear import ProductFormat
 from chronicals.memory import draws_numbers, tiled
-from chronicals.patching.decoder_layer import products_of_halves
+from chronicals.patching.decoder_layer import FUSED_LAYER, fused_layers, products_of_halves
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.fused_weights import (
     PRODUCT_FORMATS,
@@ -29,6 +30,7 @@ from chronicals.patching.fused_weights import (
 )
 from chronicals.patching.halves import RECOMPUTES, TILES
 from chronicals.patching.plan import GATED_MLP, plan_for
+from chronicals.patching.tiled_layer import TILES_LAYER
 from chronicals.quantization import FP8Base, FP8InHost
 
 MIN_FP8_WIDTH = 2304
@@ -178,8 +180,35 @@ def untile_mlps(model: Any) -> None:
         vars(module).pop(TILES, None)
 
 
+def tile_layers(model: Any) -> int:
+    """Let the fused decoder layers of ``model`` run in tiles as a whole, each recomputed by itself.
+
+    Patch the model before; their recomputation by transformers is switched off. ``untile_layers``
+    undoes it.
+
+    Returns:
+        The number of layers.
+    """
+    count = 0
+    for layer, anatomy in fused_layers(model):
+        if anatomy.by == FUSED_LAYER:
+            setattr(layer, TILES_LAYER, True)
+            count += 1
+            for module in layer.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module.gradient_checkpointing = False  # type: ignore[assignment]
+    return count
+
+
+def untile_layers(model: Any) -> None:
+    """Undo ``tile_layers``; layers keep their activations then."""
+    for module in model.modules():
+        vars(module).pop(TILES_LAYER, None)
+
+
 def forget_policies(model: Any) -> None:
     """Undo the memory policies and FP8 of an earlier run."""
+    untile_layers(model)
     untile_mlps(model)
     use_16_bit(model)
     for module in model.modules():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from chronicals.config import ChronicalsConfig
-from chronicals.memory import ActivationOffload
+from chronicals.memory import LAYERS, ActivationOffload, InputOffload, decoder_layers
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
+from chronicals.policies.needed_memory import GIB
 from chronicals.policies.policy import (
+    Course,
     Decision,
     MemoryLoad,
     Policy,
@@ -38,13 +43,33 @@ class OffloadActivations(Policy):
         """Return ``load`` with only a window of the activations on the GPU."""
         return replace(load, step=replace(load.step, offloads=True))
 
-    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the copies of all that a forward pass keeps."""
-        return replace(work, offloaded=work.offloaded + work.kept)
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide as for any policy; of layers in tiles as few inputs are moved as must be."""
+        decision = super().decide(facts, course)
+        assert course.fitted is not None  # it is decided after the memory
+        memory = course.fitted.memory
+        if not decision.runs or memory.moved_inputs is None:
+            return decision
+        count = memory.moved_inputs
+        if count == 0:
+            return Decision(self.name, False, "the inputs of all layers fit the card")
+        size = count * memory.kept[LAYERS] / GIB
+        words = f"{decision.reason}: inputs of {count} of {memory.layers} layers, {size:.2f} GiB"
+        return replace(decision, reason=words, layers=count)
 
-    def around_steps(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context that moves saved tensors of the decoder."""
-        return ActivationOffload(model.get_decoder())
+    def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
+        """Return ``work`` with the copies of what a forward pass keeps, as far as it moves."""
+        moved = work.kept
+        if work.memory.moved_inputs is not None:
+            moved = work.memory.moved_inputs * work.memory.kept[LAYERS]
+        return replace(work, offloaded=work.offloaded + moved)
+
+    def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
+        """Return the context that moves saved tensors of the decoder, or inputs of some layers."""
+        decoder = model.get_decoder()
+        if not decision.layers:
+            return ActivationOffload(decoder)
+        return InputOffload(decoder, spread(decoder_layers(model), decision.layers))
 
     def addition(self, running: Running) -> Decision | None:
         """Return the offload, if nothing was set about it and it can run beside what runs."""
@@ -60,6 +85,13 @@ class OffloadActivations(Policy):
     def spares(self, config: ChronicalsConfig, ranks: int) -> bool:
         """Return False for trained weights that are divided, with which it does not run."""
         return ranks == 1 or config.sharding != DIVIDE_WEIGHTS or config.use_lora
+
+
+def spread(layers: Sequence[nn.Module], count: int) -> list[nn.Module]:
+    """Return ``count`` of the layers, as evenly spread as can be; the last one is among them."""
+    total = len(layers)
+    places = range(total)
+    return [layers[i] for i in places if (i + 1) * count // total > i * count // total]
 
 
 register_policy(OffloadActivations())

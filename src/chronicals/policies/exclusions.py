@@ -44,6 +44,8 @@ EXCLUSIONS: list[Exclusion] = [
         "updates a weight before the gradients of {facts.ranks} processes are added up; leave it "
         "out",
     ),
+    Exclusion("tiled_mlp", "tiled_layers", "layers in tiles tile their MLPs, too; leave it out"),
+    Exclusion("tiled_layers", "divided weights", f"{GATHERED}; take recompute_layers"),
     Exclusion("divided weights", "use_fp8", "use_fp8=True quantises weights that are whole"),
     Exclusion(
         "divided weights",

@@ -15,8 +15,17 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.config import ALIASES, RECOMPUTE
 from chronicals.kernels import adamw, adamw_8bit
+from chronicals.kernels.host_memory import available_memory
 from chronicals.lora import adapters, has_magnitudes
-from chronicals.memory import RESERVE, Estimate, StepShape, WeightBytes, decoder_layers, estimate
+from chronicals.memory import (
+    LAYERS,
+    RESERVE,
+    Estimate,
+    StepShape,
+    WeightBytes,
+    decoder_layers,
+    estimate,
+)
 from chronicals.memory.peak import (
     PACKED_WEIGHTS,
     PADDING,
@@ -41,6 +50,9 @@ LENGTH_STEP = 256
 """Tokens to which the longest length that fits is rounded down."""
 
 GIB = 2**30
+
+HOST_SHARE = 0.9
+"""Share of the host's free memory that inputs of layers may take; the system needs the rest."""
 
 WORKSPACE_BYTES = 32 << 20
 """Bytes of a workspace on Hopper: 4096 · 8 KiB (``parseChosenWorkspaceSize`` of torch's CUDABlas)."""
@@ -158,7 +170,25 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
     for name, held in facts.frozen_models.items():
         memory = memory.beside(f"{name}, frozen", held.size)
+    if load.step.layer_tiles is not None and load.step.offloads:
+        memory = memory.moving_inputs(most_inputs_away(facts, memory))
     return memory
+
+
+def most_inputs_away(facts: Facts, memory: Estimate) -> int:
+    """Return the number of layers whose inputs fit the host's free memory, at most all.
+
+    A plan does not know the host of its cards: there all do.
+
+    Args:
+        facts: of the run.
+        memory: estimate of a run whose layers run in tiles.
+    """
+    free = None if facts.planned else available_memory()
+    if free is None:
+        return memory.layers
+    room = int(HOST_SHARE * free) - sum(memory.away.values())
+    return min(memory.layers, max(room, 0) // max(memory.kept[LAYERS], 1))
 
 
 def cache_room(fillable: int, peak: int, held: int) -> int:
@@ -339,6 +369,11 @@ def refuse_what_cannot_fit(
         f"and of the card's {memory.total / GIB:.1f} GiB tensors fill at most "
         f"{filled / GIB:.1f}: {(held - filled) / GIB:.1f} GiB are short; {shorter}."
     )
+    if memory.moved_inputs is not None and memory.moved_inputs < memory.layers:
+        message += (
+            f" Inputs of {memory.moved_inputs} of {memory.layers} layers are in host memory, "
+            f"{memory.kept[LAYERS] / GIB:.2f} GiB each, which has no room for those of others."
+        )
     ways = ways_to_take_less(config, ranks, shorter_rows=False)
     if ways:
         message += f" Less is taken by {'; or '.join(ways)}."

@@ -36,7 +36,8 @@ class Decision:
         runs: True if it runs.
         reason: words for the log.
         how: for recomputation, what every layer saves; for sharding, what is divided.
-        layers: for recomputation, the number of layers that are recomputed whole, None for all.
+        layers: for recomputation, the number of layers that are recomputed whole, None for all; for
+            offload, the number of layers whose inputs are in host memory, 0 for all that is saved.
         matters: True if the log names the policy even if it does not run.
         among: for sharding, the number of processes that share one copy of what is divided.
         stay: for sharding, the number of the last layers that stay gathered between their passes.
@@ -269,7 +270,7 @@ class Policy:
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Change the model at ``stage``; called if the policy runs."""
 
-    def around_steps(self, model: Any) -> AbstractContextManager[Any]:
+    def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
         """Return a context around all steps of a run in which the policy runs."""
         return nullcontext()
 
@@ -375,6 +376,7 @@ _LOG_ORDER = (
     "use_fp8",
     "use_gradient_checkpointing",
     "activation_offload",
+    "tiled_layers",
     "tiled_mlp",
     "offload_frozen_weights",
     "sharding",

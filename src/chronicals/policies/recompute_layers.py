@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.config import WHOLE_LAYERS
 from chronicals.memory import (
     CHEAP,
     LAYERS,
@@ -194,7 +195,7 @@ def is_of_the_model(decision: Decision) -> bool:
 
 def asked_recomputation(config: ChronicalsConfig) -> str | None:
     """Return what every layer recomputes by the configuration; None if the memory decides."""
-    if "recompute_layers" in config.memory_policies:
+    if not config.memory_policies.isdisjoint(WHOLE_LAYERS):
         return LAYERS
     if "recompute_elementwise" in config.memory_policies:
         return CHEAP

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -105,6 +106,13 @@ class Base(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """Return W in ``dtype``, on the device of its products."""
+
+    def made_once(self) -> AbstractContextManager[None]:
+        """Return a context in which dense values are made once for all products.
+
+        The weight must not change within it.
+        """
+        return nullcontext()
 
     @classmethod
     def bytes_a_value(cls, itemsize: int) -> float:

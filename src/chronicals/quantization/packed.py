@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -75,6 +76,7 @@ class PackedStorage(Storage):
         self.places = tuple(part.codes for part in self.packed)
         self.padded = columns > 0
         self._mark = object()
+        self._fills_once = False
 
         key = sizes, width, columns, tuple(ranks), dtype, device
         buffer = _BUFFERS.get(key)
@@ -96,7 +98,10 @@ class PackedStorage(Storage):
         """Return ``x Wᵀ + bias``; the buffer is written first, unless the rows need none."""
         rows = x.dense[:, : self.width]
         if any(part.reads_dense(rows) for part in self.packed):
-            self._fill()
+            if self._fills_once:
+                self.filled()
+            else:
+                self._fill()
             return self.buffer.forward(x, bias)
         self.buffer.mark = None  # other codes may have been loaded since it was written
         y = self.products(rows)
@@ -104,6 +109,16 @@ class PackedStorage(Storage):
         if behind.shape[1]:
             y.addmm_(behind, self.buffer.up.t())
         return y if bias is None else y.add_(bias)
+
+    @contextmanager
+    def made_once(self) -> Iterator[None]:
+        """Context in which the buffer is written once, as long as no other weight is."""
+        self.buffer.mark = None  # other codes may have been loaded since it was written
+        self._fills_once = True
+        try:
+            yield
+        finally:
+            self._fills_once = False
 
     def products(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ``, ``[T, N]``, of rows that need no dense values."""

@@ -356,8 +356,9 @@ class Session:
             for presented in called:
                 prove_context(presented, self.ranks)
             for policy in policies():
-                if self.decisions[policy.name].runs:
-                    around.enter_context(policy.around_steps(self.model))
+                decision = self.decisions[policy.name]
+                if decision.runs:
+                    around.enter_context(policy.around_steps(self.model, decision))
             self._around = around
             self._parts = self._step_parts(around)
             if not isinstance(self.optimizer, ShardedAdamW):  # whose updates end with a collective
@@ -514,7 +515,8 @@ class Session:
 
     def enter(self, policy: Policy) -> None:
         """Enter what a policy does around the steps, inside ``stepping`` and until its end."""
-        self._around.enter_context(policy.around_steps(self.model))
+        decision = self.decisions[policy.name]
+        self._around.enter_context(policy.around_steps(self.model, decision))
 
     def _update(
         self, update: Callable[[Tensor | None], dict[str, Tensor]], holders: Tensor | None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from chronicals.ui.fields import FormField, Kind
 from chronicals.ui.place import OutsideRoot, Place
-from chronicals.ui.recipes import Faults, check_path
+from chronicals.ui.recipes import READ_BELOW, Faults, check_path
 from chronicals.ui.words import Say
 
 CommandField = tuple[str, Kind, str, tuple[str, ...]]
@@ -75,7 +75,7 @@ class CommandForm:
                 faults[name] = f"{name}={text!r}: begins like a flag"
             elif text and name in self.paths:
                 try:
-                    check_path(self.place, text)
+                    check_path(self.place, text, name in READ_BELOW)
                 except OutsideRoot as error:
                     faults[name] = f"{name}={error}"
         if faults:

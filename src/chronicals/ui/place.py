@@ -53,6 +53,29 @@ class Place:
             )
         return resolved
 
+    def check_below(self, folder: Path) -> None:
+        """Check the links below a folder, as far as rows are read there: what is hidden is left out.
+
+        Raises:
+            OutsideRoot: one of them, or one in a folder that they lead to, leads out of the root.
+        """
+        pending = [folder]
+        seen = set[Path]()
+        while pending:
+            current = pending.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            for entry in os.scandir(current):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_symlink():
+                    target = self.inside(entry.path)
+                    if target.is_dir():
+                        pending.append(target)
+                elif entry.is_dir():
+                    pending.append(Path(entry.path))
+
     def name(self, path: Path) -> str:
         """Return a path in the root as it is shown: relative to the root."""
         return str(path.relative_to(self.root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from chronicals.ui.place import OutsideRoot, Place
 
 REMOTE_CODE = "trust_remote_code"
 """Field, and setting of objectives with a second model, that runs code of a model."""
+
+READ_BELOW = ("data", "validation_data", "file")
+"""Fields that name rows, which of a folder are read from all below it, links followed."""
 
 WILDCARDS = re.compile(r"[*?\[]")
 
@@ -183,7 +187,7 @@ class RecipeForm:
                 )
         for name, path in _paths(recipe):
             try:
-                check_path(self.place, path)
+                check_path(self.place, path, name in READ_BELOW)
             except OutsideRoot as error:
                 faults[name] = f"{name}={error}"
         if faults:
@@ -220,23 +224,31 @@ def _paths(recipe: Recipe) -> Iterable[tuple[str, str]]:
             yield "rewards", where
 
 
-def check_path(place: Place, path: str) -> None:
+def check_path(place: Place, path: str, reads_below: bool = False) -> None:
     """Check that a path, or what a pattern of paths finds, is in the root.
 
     A name of the hub, which looks like a relative path, is one in the root that does not exist.
+
+    Args:
+        place: the root.
+        path: path or pattern.
+        reads_below: of a folder all below it is read, where links may lead out of the root, too.
 
     Raises:
         OutsideRoot: it is not.
     """
     pattern = WILDCARDS.search(path)
     if pattern is None:
-        place.inside(path)
-        return
-    place.inside(path[: pattern.start()].rpartition("/")[0] or ".")
-    if ".." in Path(path).parts:
-        raise OutsideRoot(f"{path!r}: leads upwards; name a pattern in this folder")
-    for found in place.root.glob(path) if not Path(path).is_absolute() else ():
-        place.inside(found)
+        found = [place.inside(path)]
+    else:
+        place.inside(path[: pattern.start()].rpartition("/")[0] or ".")
+        if ".." in Path(path).parts:
+            raise OutsideRoot(f"{path!r}: leads upwards; name a pattern in this folder")
+        matches = glob.glob(path, root_dir=place.root, recursive=True)  # as rows are read
+        found = [place.inside(match) for match in matches]
+    for one in found:
+        if reads_below and one.is_dir():
+            place.check_below(one)
 
 
 def fields_of(settings: Mapping[str, FormField]) -> dict[str, FormField]:

@@ -1,0 +1,92 @@
+"""Elements that a decoder layer holds which runs in tiles as a whole (``patching.tiled_layer``).
+
+Letters are those of ``memory.peak``: D model width, Q and K total width of query and of key heads, F
+inner width of the MLP. A layer keeps its input. Its backward pass holds, for each token:
+
+    dy, dr                   2 D       gradients of the output and of the residual
+    q, k, v, a, da           3 Q + 2 K queries, keys, values, attention's output and its gradient
+    rows                     an fp32 value for each query head (FlashAttention)
+
+and in addition the larger one of
+
+    a tile of rows           5 F + 5 D + Q  for each of its rows, at the gated unit's backward pass
+    a group of heads         5 q + 2 k      for each token: gradients of queries, an fp32 accumulator of
+                                            them, gradients of keys and values for each query head,
+                                            and their sums for each key head; q and k are the group's
+                                            share of Q and K
+
+When a group is done, its q, k, v, a and da are freed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chronicals.memory.recompute import heads_at_a_time
+from chronicals.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class LayerTiles:
+    """How decoder layers run in tiles as a whole.
+
+    Attributes:
+        rows: rows of a tile.
+        together: number of key heads that must attend in one call, or a divisor of it.
+        sums: bytes of the gradients of a layer's weights as they are summed over tiles; 0 if only
+            adapters are trained.
+        down: bytes of the gradient of the down product's weight, which one tile returns.
+    """
+
+    rows: int
+    together: int = 1
+    sums: int = 0
+    down: int = 0
+
+
+@dataclass(frozen=True)
+class TiledElements:
+    """Elements of one layer's backward pass.
+
+    Attributes:
+        of_token: for each token, without those of a tile or of a group.
+        of_group: for each token, of a group of heads.
+        of_row: for each row of a tile.
+    """
+
+    of_token: int
+    of_group: int
+    of_row: int
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, tokens: int, tiles: LayerTiles, element: int, columns: int
+    ) -> TiledElements:
+        """Return the elements of a model's layers.
+
+        Args:
+            shape: of the model.
+            tokens: tokens of a pack.
+            tiles: how its layers run.
+            element: bytes of an element.
+            columns: columns of adapters behind the inputs of a tile's products.
+        """
+        heads = shape.heads or 1
+        key_heads = shape.kv_heads or heads
+        head_dim = shape.head_dim or shape.width // heads
+        queries = heads * head_dim
+        keys = key_heads * head_dim
+        share = heads_at_a_time(tokens, heads, key_heads, tiles.together) / key_heads
+        of_heads = heads * 4 // element
+        return cls(
+            of_token=2 * shape.width + 3 * queries + 2 * keys + of_heads,
+            of_group=int((5 * queries + 2 * keys) * share) + of_heads,
+            of_row=5 * shape.inner + 5 * shape.width + queries + columns,
+        )
+
+    def bytes(self, tokens: int, tiles: LayerTiles, element: int) -> int:
+        """Return the bytes of the backward pass at its largest moment."""
+        rows = min(tiles.rows, tokens)
+        of_tile = rows * self.of_row * element + tiles.down
+        of_group = tokens * self.of_group * element
+        return tokens * self.of_token * element + max(of_tile, of_group) + tiles.sums

@@ -1,0 +1,331 @@
+"""A fused decoder layer in tiles of rows and groups of heads, recomputed in the backward pass.
+
+Everything but attention works row by row: norms, products with their adapters, rotation, the gated
+unit. It runs on a tile of rows at a time in both passes (``memory.recompute.TILE``; sequence tiling,
+Bekman et al., 2025), attention on a few key heads with their queries at a time. A layer keeps its
+input. The backward pass is, for the gradient dy of the output:
+
+    q, k, v = heads(x)                           by tiles
+    a = attend(q, k, v)                          by groups of heads, whose graphs are kept
+    dr, da = gradients of outputs(x, a) at dy    by tiles; r is the residual, x
+    dq, dk, dv = gradients of a at da            by groups; each group is freed then
+    dx = gradient of heads(x) at dq, dk, dv, dr  by tiles
+
+Gradients of weights and adapters are summed over the tiles in fp32. All other sums are those of the
+layer in one piece. Weights that are dequantised are dequantised once a pass, for all tiles.
+
+For each token the backward pass holds at most x, dy and dr, queries, keys, values, attention's
+output and its gradient: 3 D + 3 H W + 2 K W elements, beside those of a tile and of a group
+(``memory.tiled_layers``).
+
+Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from chronicals.kernels.dropped_products import RepeatedSeeds
+from chronicals.kernels.launch import differentiable_once, with_padding
+from chronicals.memory import heads_at_a_time, recomputation, tiles_of
+from chronicals.patching.halves import AttentionHalf, GradientRequest, MLPHalf, PackedTokens
+
+TILES_LAYER = "_chronicals_tiles_layer"
+"""Attribute of a layer that runs in tiles as a whole."""
+
+
+class HeadGroup(NamedTuple):
+    """Queries, keys and values of some heads, ``[T, ..., W]``, or their gradients.
+
+    Attributes:
+        heads: which of the query heads they are.
+        key_heads: which of the key heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: slice
+    key_heads: slice
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    def write(self, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the group's share of the heads of some rows."""
+        self.q[rows] = q[:, self.heads]
+        self.k[rows] = k[:, self.key_heads]
+        self.v[rows] = v[:, self.key_heads]
+
+
+@dataclass(frozen=True)
+class TiledLayer:
+    """The computation of a layer, for one forward pass and the backward passes through it.
+
+    Attributes:
+        attention: the attention half.
+        mlp: the MLP half.
+        tokens: positions of the rows, and how they attend.
+        seeds: of the adapters' dropout, the same in each pass.
+    """
+
+    attention: AttentionHalf
+    mlp: MLPHalf
+    tokens: PackedTokens
+    seeds: RepeatedSeeds = field(default_factory=RepeatedSeeds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output, ``[T, D]``, for its input x."""
+        y = torch.empty_like(x)
+        with self._weights_made_once():
+            groups = self._heads(x)
+            attended = []
+            while groups:
+                attended.append(self._attend(groups.pop(0)).detach())
+            for rows in tiles_of(len(x)):
+                y[rows] = self._outputs(rows, x[rows], self._rows_of(attended, rows))
+        return y
+
+    def backward(
+        self, x: Tensor, dy: Tensor, trained: Sequence[Tensor], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of x and of the trained parameters; None for what has none.
+
+        Args:
+            x: ``[T, D]``.
+            dy: gradient of the output, ``[T, D]``.
+            trained: trained parameters of the layer.
+            needs_x: x has a gradient.
+        """
+        sums = GradientSums(trained)
+        with self._weights_made_once(), recomputation():
+            groups = self._heads(x)
+            attended = [self._attend(group) for group in groups]
+            dr, gradients = self._output_gradients(x, dy, attended, sums)
+            if not needs_x and not self._trains_heads():
+                return None, sums.totals
+            of_heads: list[HeadGroup] = []
+            while groups:
+                # what a group holds is freed before the next one allocates
+                group = groups.pop(0)
+                dq, dk, dv = sums.add([attended.pop(0)], [gradients.pop(0)], group.tensors)
+                of_heads.append(HeadGroup(dq, dk, dv, group.heads, group.key_heads))
+                del group
+            self._input_gradients(x, of_heads, dr, needs_x, sums)
+        return (dr if needs_x else None), sums.totals
+
+    # --- parts of both passes ---
+
+    @contextmanager
+    def _weights_made_once(self) -> Iterator[None]:
+        """Context in which dequantised weights are made once for all tiles."""
+        with ExitStack() as stack:
+            for _, _, group in (*self.attention.products, *self.mlp.products):
+                stack.enter_context(group.merged.base.made_once())
+            yield
+
+    @torch.no_grad()
+    def _heads(self, x: Tensor) -> list[HeadGroup]:
+        """Return queries, keys and values of all rows by groups of heads."""
+        groups: list[HeadGroup] = []
+        for rows in tiles_of(len(x)):
+            q, k, v, _ = self._heads_of(rows, x[rows])
+            if not groups:
+                groups = self._room(q, k, v, len(x))
+            for group in groups:
+                group.write(rows, q, k, v)
+        for tensor in (tensor for group in groups for tensor in group.tensors):
+            tensor.requires_grad_()
+        return groups
+
+    def _heads_of(
+        self, rows: slice, x: Tensor, skip_output: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys, values and the residual of some rows, whose inputs are x."""
+        with self.seeds.of(("heads", rows.start)):
+            return self.attention.heads(x, self.tokens.rows(rows), GradientRequest(), skip_output)
+
+    def _room(self, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> list[HeadGroup]:
+        """Return empty groups for the heads of ``tokens`` rows, of which some are given."""
+        heads = q.shape[1]
+        key_heads = k.shape[1]
+        repeats = heads // key_heads
+        step = heads_at_a_time(tokens, heads, key_heads, self.tokens.together)
+        groups = []
+        for start in range(0, key_heads, step):
+            end = min(start + step, key_heads)
+            groups.append(
+                HeadGroup(
+                    q.new_empty((tokens, (end - start) * repeats, q.shape[2])),
+                    k.new_empty((tokens, end - start, k.shape[2])),
+                    v.new_empty((tokens, end - start, v.shape[2])),
+                    slice(start * repeats, end * repeats),
+                    slice(start, end),
+                )
+            )
+        return groups
+
+    def _attend(self, group: HeadGroup) -> Tensor:
+        """Return what attention gives for a group, ``[T, n, W]``.
+
+        There is a graph in the forward pass, too, which nobody keeps: with it the backend is that
+        of the recomputation. What it saves stays on the card, whatever hooks the caller has for
+        saved tensors. A tensor that such hooks return as it is would keep its own graph alive.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
+            return self.attention.attend(*group.tensors, self.tokens, group.heads, padding=0)
+
+    def _rows_of(self, attended: Sequence[Tensor], rows: slice) -> Tensor:
+        """Return what attention gave for some rows, ``[n, H W]``, with room for an adapter."""
+        pieces = [part.detach()[rows].flatten(1) for part in attended]
+        width = sum(piece.shape[1] for piece in pieces)
+        room = with_padding(pieces[0], (len(pieces[0]), width), self.attention.last.padding)
+        for place, piece in zip(room.split([piece.shape[1] for piece in pieces], 1), pieces):
+            place.copy_(piece)
+        return room
+
+    def _outputs(self, rows: slice, x: Tensor, attended: Tensor) -> Tensor:
+        """Return the layer's outputs of some rows.
+
+        Args:
+            rows: the rows.
+            x: the residual of these rows.
+            attended: what attention gave for them.
+        """
+        last = self.attention.last
+        with self.seeds.of(("outputs", rows.start)):
+            branch = self.attention.branch(attended)
+            request = GradientRequest(last.padding, last.amaxes(len(x))[1])
+            x, branch = self.mlp(x, branch, request)
+        return x + branch
+
+    # --- backward pass ---
+
+    def _output_gradients(
+        self, x: Tensor, dy: Tensor, attended: Sequence[Tensor], sums: GradientSums
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the residual and of what attention gave, by groups."""
+        dr = torch.empty_like(x)
+        gradients = [torch.empty_like(part) for part in attended]
+        widths = [part[0].numel() for part in attended]
+        for rows in tiles_of(len(x)):
+            residual = x[rows].detach().requires_grad_()
+            given = self._rows_of(attended, rows).requires_grad_()
+            with torch.enable_grad():
+                y = self._outputs(rows, residual, given)
+            dr[rows], of_given = sums.add([y], [dy[rows]], (residual, given))
+            for gradient, piece in zip(gradients, of_given.split(widths, 1)):
+                gradient[rows] = piece.unflatten(1, gradient.shape[1:])
+        return dr, gradients
+
+    def _input_gradients(
+        self,
+        x: Tensor,
+        of_heads: Sequence[HeadGroup],
+        dr: Tensor,
+        needs_x: bool,
+        sums: GradientSums,
+    ) -> None:
+        """Write the gradient of x over that of the residual, tile by tile."""
+        for rows in tiles_of(len(x)):
+            tile = x[rows].detach().requires_grad_(needs_x)
+            with torch.enable_grad():
+                *heads, residual = self._heads_of(rows, tile, skip_output=True)
+            gradients = [
+                torch.cat([part[rows] for part in parts], 1)
+                for parts in zip(*(group.tensors for group in of_heads))
+            ]
+            if needs_x:
+                (dr[rows],) = sums.add([*heads, residual], [*gradients, dr[rows]], (tile,))
+            else:
+                sums.add(heads, gradients, ())
+
+    def _trains_heads(self) -> bool:
+        """Return whether parameters of norms and products before attention are trained."""
+        before = self.attention.norms.before
+        modules = list(self.attention.inner_norms)
+        if before is not None:
+            modules.append(getattr(self.attention.layer, before[0]))
+        for owner, names, group in self.attention.products:
+            if group is not self.attention.last:
+                modules += [getattr(owner, name) for name in names]
+        return any(p.requires_grad for module in modules for p in module.parameters())
+
+
+class GradientSums:
+    """Sums of the gradients of trained parameters over tiles, in fp32 or wider.
+
+    Args:
+        trained: the parameters.
+    """
+
+    def __init__(self, trained: Sequence[Tensor]):
+        self.trained = list(trained)
+        self.totals: list[Tensor | None] = [None] * len(self.trained)
+
+    def add(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Add the gradients of the parameters at some outputs, and return those of ``inputs``."""
+        of_inputs = len(inputs)
+        found = torch.autograd.grad(outputs, (*inputs, *self.trained), gradients, allow_unused=True)
+        for place, gradient in enumerate(found[of_inputs:]):
+            total = self.totals[place]
+            if gradient is None:
+                continue
+            if total is None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self.totals[place] = gradient.to(wide)
+            else:
+                total.add_(gradient)
+        return list(found[:of_inputs])
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _TiledLayer(torch.autograd.Function):
+    """A layer that keeps its input ``[1, T, D]``; its trained parameters are ``trained``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: TiledLayer, *trained: Tensor) -> Tensor:
+        ctx.made = made
+        ctx.trained = trained
+        ctx.save_for_backward(x)
+        return made.forward(x.squeeze(0)).unsqueeze(0)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        needs_x = ctx.needs_input_grad[0]
+        dx, of_trained = ctx.made.backward(x.squeeze(0), dy.squeeze(0), ctx.trained, needs_x)
+        return (None if dx is None else dx.unsqueeze(0)), None, *of_trained
+
+
+def run_in_tiles(
+    layer: nn.Module, x: Tensor, attention: AttentionHalf, mlp: MLPHalf, tokens: PackedTokens
+) -> Tensor:
+    """Run a decoder layer whose halves are both fused, ``[1, T, D]``, in tiles.
+
+    Args:
+        layer: the layer.
+        x: its input.
+        attention: its attention half.
+        mlp: its MLP half.
+        tokens: positions of the rows, and how they attend.
+    """
+    mlp.tiles = False  # the tiles of the layer are those of its MLP
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    out: Tensor = _TiledLayer.apply(x, TiledLayer(attention, mlp, tokens), *trained)
+    return out

@@ -1,0 +1,136 @@
+"""The policy of layers in tiles: its checks, its bytes, and which inputs of layers move."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import families
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import LAYERS, Estimate, InputOffload, StepShape, decoder_layers
+from chronicals.memory.recompute import TILE
+from chronicals.memory.tiled_layers import LayerTiles, TiledElements
+from chronicals.model_shape import ModelShape
+from chronicals.policies import Decision, Facts, decide, needed_memory
+from chronicals.policies.exclusions import why_excluded
+from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
+from chronicals.policies.policy import POLICIES, MemoryLoad
+
+TILED = POLICIES["tiled_layers"]
+OFFLOAD = POLICIES["activation_offload"]
+BOTH = {"memory": ["tiled_layers", "offload_activations"], "batch_size": 1}
+GIB = 2**30
+
+
+def facts_of(folder, model=None, total=GIB, **fields):
+    """Of a run on a card of so many bytes, whose model has shapes alone."""
+    config = runs.config(folder, **{"max_seq_length": 2 * TILE, **BOTH, **fields})
+    with torch.device("meta"):
+        model = model or tiny.llama(num_hidden_layers=6)
+    return Facts(config, model, total=total, backend="flash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"unfused": "not on a card"}, "needs fused decoder layers.*not on a card.*recompute"),
+        ({"fuses_halves": False}, "a part of the layers of LlamaForCausalLM does not run fused"),
+    ],
+)
+def test_it_is_refused_with_its_reason(changes, reason, tmp_path):
+    facts = replace(facts_of(tmp_path), **changes)
+    with pytest.raises(ConfigurationError, match=rf"memory=\['tiled_layers'\]: {reason}"):
+        decide(facts)
+
+
+def test_layers_with_experts_are_refused(tmp_path):
+    facts = facts_of(tmp_path, families.mixture("mixtral"))
+    assert "needs layers without experts, MixtralForCausalLM has some" in TILED.why_not(facts)
+
+
+def test_what_it_excludes(tmp_path):
+    facts = facts_of(tmp_path)
+    assert "leave it out" in why_excluded("tiled_mlp", {"tiled_layers"}, facts)
+    assert "recompute_layers" in why_excluded("tiled_layers", {"divided weights"}, facts)
+    with pytest.raises(ConfigurationError, match="makes everything again; leave out the other"):
+        runs.config(tmp_path, memory=["tiled_layers", "recompute_elementwise"]).check()
+
+
+def test_a_batch_of_one_tile_is_left_in_one_piece_and_recomputed(tmp_path):
+    decisions = decide(facts_of(tmp_path, max_seq_length=TILE))
+    assert not decisions["tiled_layers"].runs
+    assert "no more rows than a tile" in decisions["tiled_layers"].reason
+    assert decisions["use_gradient_checkpointing"].layers is None
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+def test_bytes_of_sums_are_those_of_a_layer(adapted, tmp_path):
+    model = tiny.llama()
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=2))
+    load = MemoryLoad(StepShape(TILE + 1, True, 2, 8), 2, 2, 2, 2, gradients_stay=False)
+    tiles = TILED.bytes(Facts(runs.config(tmp_path), model), load).step.layer_tiles
+    values = sum(p.numel() for p in model.get_decoder().layers[0].parameters())
+    down = 64 * 96
+    assert tiles == LayerTiles(TILE, 1, 0 if adapted else 4 * values, 0 if adapted else 2 * down)
+
+
+def test_elements_of_an_8b_are_those_of_its_page():
+    shape = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 0)
+    found = TiledElements.of(shape, 1 << 18, LayerTiles(TILE), 2, 0)
+    rows = 32 * 4 // 2
+    assert found.of_token == (2 + 3) * 4096 + 2 * 1024 + rows
+    assert found.of_group == (5 * 4096 + 2 * 1024) // 8 + rows
+
+
+def test_as_few_inputs_move_as_the_card_needs(tmp_path):
+    """None where all stay; one more for each input's bytes that a smaller card lacks."""
+    roomy = expected_memory(facts_of(tmp_path))[1]
+    assert roomy.moved_inputs == 0
+    size = roomy.kept[LAYERS]
+    assert size == 2 * TILE * 64 * 4
+    # the last moment holds all inputs, or those that stay and two
+    needed = replace(roomy, moved_inputs=6).needed(LAYERS)
+    moved = []
+    for more in range(5):
+        card = int((needed + more * size) / 0.9) + 2
+        moved.append(expected_memory(facts_of(tmp_path, total=card))[1].moved_inputs)
+    assert moved == [6, 5, 4, 3, 0]
+
+
+def test_where_the_host_is_too_small_the_rest_stays_or_the_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(Facts, "planned", property(lambda self: False))
+    monkeypatch.setattr(needed_memory, "input_device", lambda model: torch.device("cuda"))
+    roomy = expected_memory(facts_of(tmp_path))[1]
+    size = roomy.kept[LAYERS]
+    card = int(replace(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
+    free = int(3.5 * size / needed_memory.HOST_SHARE)
+    monkeypatch.setattr(needed_memory, "available_memory", lambda: free)
+    memory = expected_memory(facts_of(tmp_path, total=card))[1]
+    assert memory.moved_inputs == 3
+    assert memory.in_host_memory(LAYERS) == {"offloaded activations": 3 * size}
+    config = facts_of(tmp_path).config
+    small = replace(memory, total=int(0.9 * card))
+    with pytest.raises(ConfigurationError, match="Inputs of 3 of 6 layers are in host memory"):
+        refuse_what_cannot_fit(config, small, LAYERS, lambda length: small)
+
+
+def test_the_run_moves_the_layers_that_were_decided():
+    model = tiny.llama(num_hidden_layers=6)
+    decision = Decision("activation_offload", True, "as asked", layers=2)
+    with OFFLOAD.around_steps(model, decision) as away:
+        layers = decoder_layers(model)
+        assert isinstance(away, InputOffload) and away.layers == (layers[2], layers[5])
+    with OFFLOAD.around_steps(model, replace(decision, layers=0)) as away:
+        assert not isinstance(away, InputOffload)
+
+
+def test_a_run_without_offload_keeps_all_inputs():
+    kept = {LAYERS: 10, "nothing": 10}
+    tiled = Estimate(100, 4, kept, 1000, working=dict.fromkeys(kept, 7))
+    assert tiled.needed(LAYERS) == 100 + 40 + 7
+    assert replace(tiled, moved_inputs=4).needed(LAYERS) == 100 + 20 + 7
+    assert replace(tiled, moved_inputs=1).needed(LAYERS) == 100 + 50 + 7
