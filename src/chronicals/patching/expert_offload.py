@@ -22,7 +22,7 @@ from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
 from chronicals.moe.offload.budget import bytes_of, check_host, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.eviction import POLICIES, ByTrace, EvictionPolicy, Expert
-from chronicals.moe.offload.module import StreamedExperts, class_of, streamed_experts_of
+from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
 from chronicals.moe.offload.report import OffloadReport, report_of
@@ -30,6 +30,7 @@ from chronicals.patching import experts
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_experts import IN_FP8
 from chronicals.patching.plan import plan_for
+from chronicals.quantization import class_module
 from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def _form_of(model: Any, path: str, module: nn.Module) -> Any:
     Raises:
         ValueError: its class has no known form.
     """
-    inner = class_of(module)
+    inner = class_module(module)
     plan = plan_for(model)
     _, form = plan.forms.get(signature(inner), (None, None))
     if form is None or form.by != experts.FUSED_EXPERTS:

@@ -19,13 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.kernels.fp8 import Scaled
-from chronicals.kernels.fp8_experts import EXPERT_DTYPE, fp8_experts_transposed
+from chronicals.kernels.fp8_experts import (
+    EXPERT_DTYPE,
+    fp8_experts_transposed,
+    fp8_quantize_experts,
+)
 from chronicals.kernels.fused_experts import ExpertWeights, of_slots
 from chronicals.kernels.host_memory import sent
+from chronicals.quantization.experts import PackedExperts, class_module
 from chronicals.quantization.packed import PackedWeight
 
 PART_ALIGNMENT = 256
@@ -410,3 +415,37 @@ class RecordLayout:
             view = bytes_of_part.view(part.dtype).unflatten(1, part.shape or (1,))
             found.setdefault(weight, {})[name] = view if part.shape else view[:, 0]
         return found
+
+
+def formats_of(experts: nn.Module, in_fp8: bool = False) -> dict[str, StackFormat]:
+    """Return how the weights and biases of a layer's experts lie in records, by name.
+
+    Args:
+        experts: the module, plain or packed.
+        in_fp8: quantise 16-bit weights to the rows of products in FP8.
+    """
+    inner = class_module(experts)
+    transposed = bool(getattr(inner, "is_transposed", False))
+    formats: dict[str, StackFormat] = {}
+    for name, parameter in experts.named_parameters(recurse=False):
+        if isinstance(experts, PackedExperts) and name in experts.stacked:
+            shape = experts.stacked[name]
+            turned = name in experts.transposed
+            formats[name] = PackedRecords(experts.packed(name), shape, transposed, turned)
+        elif in_fp8 and parameter.ndim == 3:
+            formats[name] = _in_fp8(parameter.detach(), transposed)
+        else:
+            formats[name] = PlainRecords.of(parameter, transposed)
+    return formats
+
+
+def _in_fp8(weight: Tensor, transposed: bool) -> FP8Records:
+    """Return a weight's records in FP8, each expert quantised when its record is written."""
+
+    def of_expert(number: int) -> Scaled:
+        one = weight[number : number + 1]
+        rows, _ = fp8_quantize_experts(one.mT.contiguous() if transposed else one)
+        assert rows is not None
+        return Scaled(rows.values[0], rows.scale[0])
+
+    return FP8Records(of_expert, tuple(weight.shape), weight.dtype, transposed)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.streamed_experts import Wave
 from chronicals.moe.offload.engine import ExpertEngine
-from chronicals.quantization import PackedExperts
+from chronicals.quantization import PackedExperts, class_module
 from chronicals.quantization.packed_linear import PackedModule
 
 GATE_UP = "gate_up_proj"
@@ -127,7 +127,7 @@ class StreamedExperts(PackedExperts):
         }
         self.transposed = frozenset()
         self.dtype = formats[GATE_UP].dtype
-        inner = copy.copy(class_of(experts))
+        inner = copy.copy(class_module(experts))
         places = {
             name: nn.Parameter(
                 torch.empty(form.shape, dtype=form.dtype, device="meta"), requires_grad=False
@@ -261,11 +261,6 @@ def source_of(stacks: Mapping[str, Any] | None) -> LayerSource | None:
     if stacks is None:
         return None
     return getattr(stacks.get(GATE_UP), "source", None)
-
-
-def class_of(experts: nn.Module) -> Any:
-    """Return the module with the class and forward of experts, packed or not."""
-    return experts.inner if isinstance(experts, PackedExperts) else experts
 
 
 def streamed_experts_of(model: nn.Module) -> Iterator[tuple[str, StreamedExperts]]:

@@ -9,21 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from chronicals.kernels.fp8_experts import fp8_quantize_experts
 from chronicals.models.routed_experts import is_experts
 from chronicals.moe.offload.engine import ExpertEngine, LayerRecords
-from chronicals.moe.offload.module import LayerSource, StreamedExperts, class_of
+from chronicals.moe.offload.module import LayerSource, StreamedExperts
 from chronicals.moe.offload.slab import HostSlab, filling
-from chronicals.quantization import PackedExperts
-from chronicals.quantization.expert_records import (
-    FP8Records,
-    PackedRecords,
-    PlainRecords,
-    RecordLayout,
-    StackFormat,
-)
+from chronicals.quantization.expert_records import RecordLayout, StackFormat, formats_of
 
 K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Fields of configurations that hold k, the experts of a token."""
@@ -64,40 +56,6 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
         if path.rpartition(".")[2] == "base_layer":
             raise ValueError(f"{path}: has adapters; offload experts before they are attached")
     return found
-
-
-def formats_of(experts: nn.Module, in_fp8: bool = False) -> dict[str, StackFormat]:
-    """Return how the weights and biases of a layer's experts lie in records, by name.
-
-    Args:
-        experts: the module, plain or packed.
-        in_fp8: quantise 16-bit weights to the rows of products in FP8.
-    """
-    inner = class_of(experts)
-    transposed = bool(getattr(inner, "is_transposed", False))
-    formats: dict[str, StackFormat] = {}
-    for name, parameter in experts.named_parameters(recurse=False):
-        if isinstance(experts, PackedExperts) and name in experts.stacked:
-            shape = experts.stacked[name]
-            turned = name in experts.transposed
-            formats[name] = PackedRecords(experts.packed(name), shape, transposed, turned)
-        elif in_fp8 and parameter.ndim == 3:
-            formats[name] = _in_fp8(parameter.detach(), transposed)
-        else:
-            formats[name] = PlainRecords.of(parameter, transposed)
-    return formats
-
-
-def _in_fp8(weight: Tensor, transposed: bool) -> FP8Records:
-    """Return a weight's records in FP8, each expert quantised when its record is written."""
-
-    def of_expert(number: int) -> Any:
-        one = weight[number : number + 1]
-        rows, _ = fp8_quantize_experts(one.mT.contiguous() if transposed else one)
-        assert rows is not None
-        return rows.values[0], rows.scale[0]
-
-    return FP8Records(of_expert, tuple(weight.shape), weight.dtype, transposed)
 
 
 def describe_layers(
