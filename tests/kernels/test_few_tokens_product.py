@@ -236,6 +236,12 @@ def test_blocks_of_fp8_that_are_several_steps(wide, device):
     assert torch.allclose(got, expected, rtol=2**-7, atol=0.1)
 
 
+@pytest.mark.parametrize("format", ["16 bit", "transposed", "fp8, a scale an expert"])
+def test_rows_of_any_length(format, device):
+    check((9, 2, 4, 24, 40), format, torch.bfloat16, device, bias=True)
+    check((9, 2, 4, 133, 1), format, torch.bfloat16, device, mapped=True)
+
+
 def test_every_value_of_e4m3_is_exact(device):
     """Also those below the least normal number; NaN stays NaN."""
     bits = torch.arange(256, dtype=torch.uint8, device=device).view(1, 256, 1)

@@ -7,16 +7,21 @@ import sys
 import pytest
 import torch
 from test_expert_dispatch import drawn
-from test_fused_experts import CASES, GPT_OSS, OPTIONS, Watch, built, shapes
+from test_fused_experts import CASES as FEW
+from test_fused_experts import GPT_OSS, OPTIONS, Watch, built, shapes
 
 from chronicals.kernels.expert_glu import Gate, expert_glu_reference
 from chronicals.kernels.fp8_experts import fp8_quantize_experts
 from chronicals.kernels.fused_experts import fused_experts, fused_experts_reference
+from chronicals.kernels.nf4_product import MOST_ROWS
 from mutants import mutant
 
 pytestmark = pytest.mark.of_file(5)
 
 module = sys.modules["chronicals.kernels.fused_experts"]
+
+CASES = [(tokens + MOST_ROWS, *sizes) for tokens, *sizes in FEW]
+"""Sizes with more tokens than those whose rows are not quantised."""
 
 
 class Quantised:
@@ -125,6 +130,27 @@ def test_output_and_every_gradient(options, gate, device):
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_sizes(case, device):
     compare(case, device, rank=4)
+
+
+def test_few_tokens_are_not_quantised(device):
+    """Weights alone are rounded; the gradient is that of FP8."""
+    case = FEW[1]
+    tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case)]
+    x, shares, *products = built(tensors)
+    experts = drawn(*case[:3], device)
+    x.requires_grad_()
+    out = fused_experts(x, experts, shares, *map(in_fp8, products))
+    (dx,) = torch.autograd.grad(out.sum(), x)
+
+    exact_x = x.detach().double().requires_grad_()
+    rounded_weights = [
+        of._replace(weight=torch.stack([rounded(w.double(), False) for w in of.weight]))
+        for of in products
+    ]
+    exact = fused_experts_reference(exact_x, experts, shares.double(), *rounded_weights)
+    (exact_dx,) = torch.autograd.grad(exact.sum(), exact_x)
+    assert (out.double() - exact).norm() <= 2**-6 * exact.norm()
+    assert (dx.double() - exact_dx).norm() <= 0.15 * exact_dx.norm()
 
 
 def test_frozen_weights_and_what_learns_beside_them(device):

@@ -185,7 +185,8 @@ class StackInFP8(ExpertStack):
             1,
             self.scales.stride(0),
             self.scales.shape[2],
-            block=min(self.wide, columns),
+            # a kernel's steps are whole blocks, or one block is all columns
+            block=-(-min(self.wide, columns) // FP8_SCALE_COLUMNS) * FP8_SCALE_COLUMNS,
             second=min(self.high, outputs),
         )
 
