@@ -3,9 +3,10 @@
     python benchmarks/generation_exact.py OUT.json             # a 0.5B in bf16
     python benchmarks/generation_exact.py OUT.json --tiny      # tiny sizes; without a card, in fp32
 
-Answers are drawn with and without ``generation_exact``, and the packed pass computes the same texts
-by ``packed_log_probabilities``. Printed are tokens a second, and how far the log-probabilities of
-generation are from those of the packed pass: exactly 0 where both are exact.
+Answers are drawn with and without ``generation_exact``, and a packed pass computes the same texts:
+that of a training step, over fused layers, and with it ``packed_log_probabilities``. Printed are
+tokens a second, and how far the log-probabilities of generation are from those of the packed pass:
+exactly 0 where both are exact, else about as far as that pass is from fp32.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from chronicals.generation import (
     Sampling,
     packed_log_probabilities,
 )
+from chronicals.generation.call import LOGIT_ROWS
+from chronicals.models import in_evaluation
+from chronicals.models.presenting import present
+from chronicals.objectives.log_probabilities import score_tokens
+from chronicals.patching import patch_parts
 
 ROW = Row("0.5b, 8 x 8", "0.5b", 8)
 PROMPT, NEW = 256, 128
@@ -48,7 +54,15 @@ def packed(texts: list[list[int]], device: torch.device) -> Batch:
     return Batch(ids, targets, positions, bounds, longest).to(device)
 
 
-def gap_of(model: Any, requests: list[Request], answers: list[list[Answer]]) -> dict[str, float]:
+def of_a_step(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the log-probabilities that a training step computes."""
+    with in_evaluation(model):
+        return score_tokens(present(model), batch, LOGIT_ROWS, temperature=1.0).log_p
+
+
+def gap_of(
+    model: Any, requests: list[Request], answers: list[list[Answer]], exact: bool
+) -> dict[str, float]:
     """Return how far log-probabilities of the first answers are from those of the packed pass.
 
     Beside it stands how far that pass is from transformers' own in fp32.
@@ -59,16 +73,17 @@ def gap_of(model: Any, requests: list[Request], answers: list[list[Answer]]) -> 
     with torch.no_grad():
 
         def score() -> None:
-            found["values"] = packed_log_probabilities(model, batch)  # type: ignore[assignment]
+            scores = packed_log_probabilities if exact else of_a_step
+            found["values"] = scores(model, batch)  # type: ignore[assignment]
 
         seconds = peaks_of(score)["seconds"]
     rows: Any = found.pop("values")
     with torch.no_grad():
-        exact = in_fp32(model, texts)
+        true_rows = in_fp32(model, texts)
     lengths = [len(text) for text in texts]
     gaps, own = list[torch.Tensor](), list[torch.Tensor]()
     for chosen, true, one, group in zip(
-        rows.split(lengths), exact.split(lengths), requests, answers
+        rows.split(lengths), true_rows.split(lengths), requests, answers
     ):
         of_answer = slice(len(one.prompt) - 1, -1)
         ours = torch.tensor(group[0].full_log_probabilities)
@@ -104,6 +119,8 @@ def measured(exact: bool, tiny: bool) -> dict[str, Any]:
     dtype = torch.bfloat16 if on_card else torch.float32
     model = model_of(ROW.model, prompt + new, tiny, dtype).eval()
     prompts = prompts_of(ROW, model.config.vocab_size, prompt)
+    if not exact:
+        patch_parts(model, whole_layers=True)
     engine = Engine(model, EngineSettings(slots=ROW.sequences, generation_exact=exact))
     answers = list[list[Answer]]()
 
@@ -119,7 +136,7 @@ def measured(exact: bool, tiny: bool) -> dict[str, Any]:
     generate(new)
     taken = peaks_of(partial(generate, new))
     made = sum(len(one.tokens) for group in answers for one in group)
-    gap = gap_of(model, requests_of(new), answers)
+    gap = gap_of(model, requests_of(new), answers, exact)
     return {"tokens_per_second": made / taken["seconds"], **taken, **gap}
 
 

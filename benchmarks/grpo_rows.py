@@ -13,7 +13,8 @@ TRL's trainer generates in its own process in two ways, with ``generate`` and wi
 continuous batching. Where its arm has no time for 512 new tokens, it makes ``--peer-tokens``, and
 ours runs at that number, too. It has bf16, sdpa, Liger's layer kernels if they are installed, and
 the largest micro-batch of which a trial fits, without gradient checkpointing if one fits so.
-Unsloth's trainer is not run: it draws answers with vLLM, a server's engine.
+Unsloth draws with its own ``generate`` (``fast_inference=False``: without vLLM, a server's engine), and
+has its own recomputation and the first of ``--peer-batches``.
 
 ``--long`` takes one update of an 8B in QLoRA on a recorded answer, with every memory policy on and
 the allocator capped at an 80 GB card less its driver: the longest of ``LENGTHS`` that fits.
@@ -97,7 +98,7 @@ ROWS = (
     Row("8b QLoRA", "8b", "qlora", 4),
 )
 
-ARMS = ("ours", "trl generate", "trl continuous batching")
+ARMS = ("ours", "trl generate", "trl continuous batching", "unsloth")
 
 
 @dataclass(frozen=True)
@@ -382,16 +383,41 @@ def peer_model(row: Row, sizes: Sizes, folder: Path) -> Any:
     )
 
 
+def unsloth_model(row: Row, sizes: Sizes, folder: Path) -> Any:
+    """Return the model of a row as Unsloth loads it, with its own recomputation."""
+    from unsloth import FastLanguageModel
+
+    saved = folder / "weights"
+    own = model_of(row.model, sizes.prompt + sizes.new, sizes.tiny)
+    own.save_pretrained(saved)
+    word_tokenizer(own.config.vocab_size).save_pretrained(saved)
+    del own
+    model, _ = FastLanguageModel.from_pretrained(
+        saved,
+        max_seq_length=sizes.prompt + sizes.new,
+        dtype=torch.bfloat16,
+        load_in_4bit=row.way == "qlora",
+        full_finetuning=row.way == "full",
+        fast_inference=False,
+    )
+    if row.way == "full":
+        return model
+    return FastLanguageModel.get_peft_model(model, r=32, lora_alpha=32)
+
+
 def peer_trainer(
     row: Row, sizes: Sizes, arm: str, folder: Path, batch: int, recompute: bool
 ) -> Any:
-    """Return TRL's trainer with a micro-batch of so many answers."""
+    """Return TRL's trainer with a micro-batch of so many answers; Unsloth's is a class of it."""
+    make = unsloth_model if arm == "unsloth" else peer_model
+    model = make(row, sizes, folder)
+    # after Unsloth's import, which replaces the trainer
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    model = peer_model(row, sizes, folder)
     vocabulary = model.config.vocab_size
     on_card = torch.cuda.is_available()
+    with_liger = on_card and find_spec("liger_kernel") is not None and arm != "unsloth"
     args = GRPOConfig(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=batch,
@@ -400,7 +426,7 @@ def peer_trainer(
         max_completion_length=sizes.new,
         temperature=1.0,
         use_transformers_continuous_batching=arm == "trl continuous batching",
-        use_liger_kernel=on_card and find_spec("liger_kernel") is not None,
+        use_liger_kernel=with_liger,
         learning_rate=LEARNING_RATES[row.way],
         lr_scheduler_type="constant",
         max_steps=sizes.steps,
@@ -455,7 +481,13 @@ def tried(trainer: Any, sizes: Sizes, batch: int) -> None:
 def largest_that_fits(
     row: Row, sizes: Sizes, arm: str, folder: Path, batches: Sequence[int]
 ) -> tuple[Any, dict]:
-    """Return TRL's trainer with the largest micro-batch that fits, and what that is."""
+    """Return TRL's trainer with the largest micro-batch that fits, and what that is.
+
+    Unsloth's has its own recomputation, and the first size.
+    """
+    if arm == "unsloth":
+        (batch, *_) = batches
+        return peer_trainer(row, sizes, arm, folder, batch, True), {"batch": batch}
     for recompute in (False, True):
         for batch in batches:
             if batch > sizes.sequences:

@@ -72,8 +72,8 @@ def test_products_are_those_of_the_dequantised_weight(dtype, device):
 
 @pytest.mark.slow
 def test_few_rows_are_multiplied_without_the_dense_values(record_calls, device):
-    """Of layers of different kinds side by side, and of a layer; other rows as before."""
-    packed = mixed(torch.bfloat16, device)
+    """Of layers of different kinds side by side, and of a layer; other rows and kinds as before."""
+    packed = mixed(torch.bfloat16, device)[:2]
     base = GGUF(packed)
     dense = Dense.fused([part.dense() for part in packed])
     layer = packed[0].layer()
@@ -90,6 +90,8 @@ def test_few_rows_are_multiplied_without_the_dense_values(record_calls, device):
             calls.clear()
             layer(other)
             assert calls
+        slower = drawn(64, "Q6_K", torch.bfloat16, device)
+        assert slower.reads_dense(x) and packed[1].reads_dense(x[:1].expand(17, -1))
 
 
 @pytest.mark.parametrize(

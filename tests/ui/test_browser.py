@@ -87,7 +87,8 @@ class Site:
             until(lambda job=job: not job.is_alive)
         for name in ("drafts", "jobs", "queues", "chats"):
             shutil.rmtree(self.root / ".chronicals-page" / name, ignore_errors=True)
-        shutil.rmtree(self.root / "runs", ignore_errors=True)
+        for name in ("runs", "studies", "benchmarks", "exported"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -494,3 +495,80 @@ def test_who_is_let_in_and_where_paths_lead(site):
     assert "<script>alert(1)" not in text
     assert "connect-src 'self'" in headers["content-security-policy"]
     assert not re.search(r"https?://(?!127\.0\.0\.1|www\.w3\.org)", text)
+
+
+def test_a_study_is_started_from_the_page_and_its_trials_are_listed(opened, site):
+    page = opened("/tuner")
+    fill(page, model="model", data="chats.jsonl", validation_split="0.2", max_steps="4")
+    page.get_by_role("button", name="Start").click()
+    page.get_by_text("tune: nothing to try").wait_for()
+    assert not site.jobs.all()
+    space = "{learning_rate: [1e-4, 1e-3, log], trials: 2, repeats: 0}"
+    fill(page, tune=space)
+    page.get_by_role("button", name="Start").click()
+    job = until(lambda: next(iter(site.jobs.all()), None), 10)
+    recipe = f".chronicals-page/jobs/{job.name}/recipe.yaml"
+    assert job.arguments == ["tune", recipe, "--study=studies/1"]
+    page.get_by_text(job.shown).wait_for()
+    page.locator(".chip.finished").wait_for(timeout=RUN_SECONDS * 1000)
+    page.locator(".card-title", has_text="studies/1").wait_for()
+    assert [cells[0] for cells in table_of(page)] == ["0", "1"]
+    page.get_by_text("Best: trial").wait_for()
+
+
+def test_a_benchmark_is_started_from_the_page_and_drawn(opened, site):
+    page = opened("/benchmark")
+    fill(page, model="model", steps="2", batch_size="1", max_seq_length="64", rounds="1")
+    page.get_by_role("button", name="Start").click()
+    page.locator(".chip.finished").wait_for(timeout=RUN_SECONDS * 1000)
+    (job,) = site.jobs.all()
+    assert job.arguments[0] == "benchmark" and "--output=benchmarks/1.json" in job.arguments
+    page.locator(".bars canvas, .bars svg").wait_for()
+    record = read_record(site.root / "benchmarks" / "1.json")
+    (cells,) = table_of(page)
+    rate = record["arms"]["ours"]["tokens_per_second"]["median"]
+    norm = record["arms"]["ours"]["grad_norms"][-1]
+    assert cells[:2] == ["ours", f"{rate:,.0f}"] and cells[3] == f"{norm:.3f}"
+
+
+def test_an_export_is_started_from_the_page_and_proved(opened, site):
+    page = opened("/export?model=model")
+    field(page, "to").wait_for()
+    assert field(page, "model").input_value() == "model"
+    fill(page, to="merged", output="exported")
+    page.get_by_role("button", name="Start").click()
+    page.locator(".chip.finished").wait_for(timeout=RUN_SECONDS * 1000)
+    page.locator(".card-title", has_text="exported/model").wait_for()
+    (proof,) = (site.root / "exported").glob("*.proof.json")
+    checks = read_record(proof)["checks"]
+    rows = table_of(page)
+    assert [cells[0] for cells in rows] == [check["name"] for check in checks]
+    assert "equal" in {cells[2] for cells in rows} and "differs" not in {cells[2] for cells in rows}
+
+
+def table_of(page):
+    """The texts of the cells of the page's tables, row by row."""
+    page.locator(".table-box tbody tr").first.wait_for()
+    rows = page.locator(".table-box tbody tr").all()
+    return [row.locator("td").all_inner_texts() for row in rows]
+
+
+def test_a_run_shows_its_answers_as_it_goes_on(opened, site):
+    page = opened("/train/sft")
+    start(page, max_steps="100000", validation_split="0.1", eval_steps="5")
+    page.get_by_text(re.compile("Answers after step [1-9]")).wait_for(timeout=60_000)
+    assert page.locator(".answers .answer").count() == 2
+    (job,) = site.jobs.all()
+    job.stop()
+    page.locator(".chip.stopped").wait_for(timeout=60_000)
+
+
+@pytest.mark.parametrize("language, text", [("zh", "学习率的峰值"), ("ja", "学習率の最大値")])
+def test_help_of_fields_is_in_the_language_of_the_page(opened, site, language, text):
+    kept = site.root / ".chronicals-page" / "preferences.json"
+    write_record(kept, {"language": language})
+    try:
+        page = opened("/train/sft")
+        page.locator(".field-help", has_text=text).wait_for()
+    finally:
+        kept.unlink()

@@ -212,6 +212,19 @@ DECIDED = frozenset(
 """Fields whose default depends on the objective, the data, the model or the machine."""
 
 
+TARGET_FIELDS = (
+    "train_on",
+    "train_on_roles",
+    "train_on_turns",
+    "train_after_stop",
+    "completions_as_chat",
+    "max_seq_length",
+    "overlong",
+    "gate",
+)
+"""Fields that decide which rows are accepted, and which of their tokens are targets."""
+
+
 def is_auto(name: str, value: Any) -> bool:
     """Return whether a field's value leaves the decision to the run."""
     return name in DECIDED and value in ([AUTO], AUTO)

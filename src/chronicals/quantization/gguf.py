@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chronicals.kernels.expert_stacks import ExpertStack, StackInGGUF
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
-from chronicals.kernels.gguf_product import gguf_product
+from chronicals.kernels.gguf_product import FASTER_ROWS, gguf_product
 from chronicals.kernels.nf4_product import multiplies_few_rows
 from chronicals.quantization.packed import PackedStorage, PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
@@ -80,9 +80,10 @@ class Blocks(PackedWeight):
         return dequantize_gguf(self.codes, out, self.kind)
 
     def reads_dense(self, x: Tensor) -> bool:
-        """Return whether the product with x reads the dense values; that of few rows does not."""
+        """Return whether the product with x reads the dense values; a faster one of few rows does not."""
         block, _ = GGUF_KINDS[self.kind]
-        return x.dtype != self.dtype or not multiplies_few_rows(x, block)
+        is_faster = x.numel() <= FASTER_ROWS.get(self.kind, 0) * x.shape[-1]
+        return x.dtype != self.dtype or not is_faster or not multiplies_few_rows(x, block)
 
     def is_faster_dense(self, x: Tensor) -> bool:
         """Return True: a dense copy is read by whole words, blocks byte by byte."""

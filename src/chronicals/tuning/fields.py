@@ -6,6 +6,8 @@ trials predict the same tokens of the same rows; a speed is one if all compute t
 
 from __future__ import annotations
 
+from chronicals.config.config import TARGET_FIELDS
+
 LEARNING = frozenset(
     [
         "learning_rate",
@@ -82,6 +84,7 @@ COST = frozenset(
 
 HELD_OUT = frozenset(
     [
+        *TARGET_FIELDS,
         "objective",
         "model",
         "base_model",
@@ -91,14 +94,6 @@ HELD_OUT = frozenset(
         "validation_seed",
         "columns",
         "chat_template",
-        "train_on",
-        "train_on_roles",
-        "train_on_turns",
-        "train_after_stop",
-        "completions_as_chat",
-        "max_seq_length",
-        "overlong",
-        "gate",
         "rewards",
     ]
 )

@@ -54,11 +54,7 @@ class CommandPanel:
             self.draft.build(self.form.fields.values())
             self.command = command_line()
             with ui.element("div").classes("row"):
-                cards = self.services.cards()
-                self.card = ui.select(cards, value=cards[0], label=self.say("start.card"))
-                self.card.props("outlined dense options-dense").classes("card-choice")
-                start = ui.button(self.say("start.start"), on_click=self.start)
-                start.props("unelevated no-caps").classes("primary")
+                self.card = card_and_start(self.services, self.say, self.start)
             self.said = ui.label().classes("warning pre").props('role="status"')
         self.job = ui.element("div")
         self.draft.changed.append(self._show_command)
@@ -91,7 +87,7 @@ class CommandPanel:
 
     def newest(self) -> Job | None:
         """Return the newest job of the kind."""
-        return next((job for job in self.services.jobs.all() if job.kind == self.kind), None)
+        return newest_job(self.services, self.kind)
 
     def update(self) -> None:
         """Show the job as it is now, and the result after a change."""
@@ -103,22 +99,49 @@ class CommandPanel:
         self.seen = seen
         self.job.clear()
         if job is not None:
-            with self.job, card():
-                with ui.element("div").classes("run-head"):
-                    chip(job.state, self.say)
-                    command_line(job.shown)
-                    if job.is_alive or job.state == "waiting":
-                        stop = ui.button(self.say("run.stop"), on_click=job.stop)
-                        stop.props("flat no-caps dense").classes("stop")
-                if job.state == "failed":
-                    with ui.element("div").classes("failure").props('role="alert"'):
-                        ui.label(job.reason()).classes("pre")
-                if lines:
-                    ui.label("\n".join(lines)).classes("log").props('tabindex="0" role="log"')
-                    address = f"/file/log?job={quote(job.name)}"
-                    ui.link(self.say("run.whole"), address, new_tab=True)
+            with self.job:
+                show_job(job, lines, self.say)
         if self.result is not None:
             self.result()
+
+
+def card_and_start(services: Services, say: Say, start: Callable[[], None]) -> ui.select:
+    """Build the choice of a card and the button that starts; return the choice."""
+    cards = services.cards()
+    chosen = ui.select(cards, value=cards[0], label=say("start.card"))
+    chosen.props("outlined dense options-dense").classes("card-choice")
+    button = ui.button(say("start.start"), on_click=start)
+    button.props("unelevated no-caps").classes("primary")
+    return chosen
+
+
+def newest_job(services: Services, kind: str) -> Job | None:
+    """Return the newest job of a kind; None if there is none."""
+    return next((job for job in services.jobs.all() if job.kind == kind), None)
+
+
+def show_job(job: Job, lines: Sequence[str], say: Say) -> None:
+    """Build a box with a job's state, command and output.
+
+    Args:
+        job: as it is now.
+        lines: the last of its output.
+        say: words of the page.
+    """
+    with card():
+        with ui.element("div").classes("run-head"):
+            chip(job.state, say)
+            command_line(job.shown)
+            if job.is_alive or job.state == "waiting":
+                stop = ui.button(say("run.stop"), on_click=job.stop)
+                stop.props("flat no-caps dense").classes("stop")
+        if job.state == "failed":
+            with ui.element("div").classes("failure").props('role="alert"'):
+                ui.label(job.reason()).classes("pre")
+        if lines:
+            ui.label("\n".join(lines)).classes("log").props('tabindex="0" role="log"')
+            address = f"/file/log?job={quote(job.name)}"
+            ui.link(say("run.whole"), address, new_tab=True)
 
 
 def free_name(services: Services, folder: str, ending: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
+from chronicals.config.config import TARGET_FIELDS
 from chronicals.config.reward_entries import reward_text
 from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
@@ -30,19 +31,8 @@ from chronicals.training.run.run_state import Run, TrainingResult
 
 logger = logging.getLogger(__name__)
 
-TAUGHT = (
-    "objective",
-    "sections",
-    "train_on",
-    "train_on_roles",
-    "train_on_turns",
-    "train_after_stop",
-    "completions_as_chat",
-    "max_seq_length",
-    "overlong",
-    "gate",
-)
-"""Fields of the configuration that decide which rows are accepted, and which tokens are targets."""
+TAUGHT = ("objective", "sections", *TARGET_FIELDS)
+"""Fields of the configuration that a trained model remembers: what its targets were."""
 
 
 def about_data(

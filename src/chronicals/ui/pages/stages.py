@@ -10,6 +10,7 @@ from nicegui import ui
 from chronicals.config import ConfigurationError
 from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, command_line, frame, heading
+from chronicals.ui.job_panel import card_and_start
 from chronicals.ui.jobs import shown
 from chronicals.ui.panels import PlanPanel, RunPanel
 from chronicals.ui.place import replace_file
@@ -100,14 +101,10 @@ class StartPanel:
         with card(self.say("start.title")):
             self.command = command_line()
             with ui.element("div").classes("row"):
-                cards = self.services.cards()
-                self.card = ui.select(cards, value=cards[0], label=self.say("start.card"))
-                self.card.props("outlined dense options-dense").classes("card-choice")
-                start = ui.button(self.say("start.start"), on_click=self.start)
-                start.props("unelevated no-caps").classes("primary")
+                self.card = card_and_start(self.services, self.say, self.start)
                 check = ui.button(self.say("start.check"), on_click=self.check)
                 check.props("outline no-caps")
-            if cards == ["cpu"]:
+            if self.services.cards() == ["cpu"]:
                 ui.label(self.say("start.no_card")).classes("quiet")
             self.said = ui.label().classes("pre said").props('role="status"')
         self.draft.changed.append(self._show_command)

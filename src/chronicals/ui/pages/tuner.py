@@ -8,14 +8,17 @@ from typing import Any
 from nicegui import ui
 
 from chronicals.ui.form import RecipeDraft, recipe_draft
-from chronicals.ui.frame import card, chip, command_line, frame, heading, tell_missing
-from chronicals.ui.job_panel import free_name
+from chronicals.ui.frame import card, command_line, frame, heading, tell_missing
+from chronicals.ui.job_panel import card_and_start, free_name, newest_job, show_job
 from chronicals.ui.jobs import last_lines, shown
 from chronicals.ui.pages.stages import missing_data
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import OBJECTIVES, Services
 from chronicals.ui.studies import StudyFolder, studies
 from chronicals.ui.words import Say
+
+SHOWN_LINES = 20
+"""Lines at the end of a study's output: each trial has a line of its own in the table."""
 
 FIELDS = ("model", "data", "validation_data", "validation_split", "max_steps", "tune")
 """Fields of a recipe that a study needs; the others are those of its stage."""
@@ -60,11 +63,7 @@ class _TunerPanel:
             ui.link(say("stage.all_fields"), f"/configuration/{self.draft.name}")
             self.command = command_line(shown(["tune", "recipe.yaml"]))
             with ui.element("div").classes("row"):
-                cards = self.services.cards()
-                self.card = ui.select(cards, value=cards[0], label=say("start.card"))
-                self.card.props("outlined dense options-dense").classes("card-choice")
-                start = ui.button(say("start.start"), on_click=self.start)
-                start.props("unelevated no-caps").classes("primary")
+                self.card = card_and_start(self.services, say, self.start)
             self.said = ui.label().classes("warning pre").props('role="status"')
         self.jobs = ui.element("div").classes("rows")
         self.studies = ui.element("div").classes("rows")
@@ -102,25 +101,18 @@ class _TunerPanel:
 
     def update(self) -> None:
         """Show the studies, and the job that works on the newest."""
-        job = next((job for job in self.services.jobs.all() if job.kind == "tune"), None)
+        job = newest_job(self.services, "tune")
         found = studies(self.services.place)
         trials = {study.name: study.trials for study in found}
-        lines = [] if job is None else last_lines(job.log)[-20:]
+        lines = [] if job is None else last_lines(job.log)[-SHOWN_LINES:]
         seen = (job and job.name, job and job.state, lines, trials)
         if seen == self.seen:
             return
         self.seen = seen
         self.jobs.clear()
         if job is not None:
-            with self.jobs, card():
-                with ui.element("div").classes("run-head"):
-                    chip(job.state, self.say)
-                    command_line(job.shown)
-                    if job.is_alive or job.state == "waiting":
-                        stop = ui.button(self.say("run.stop"), on_click=job.stop)
-                        stop.props("flat no-caps dense").classes("stop")
-                if lines:
-                    ui.label("\n".join(lines)).classes("log").props('tabindex="0" role="log"')
+            with self.jobs:
+                show_job(job, lines, self.say)
         self.studies.clear()
         with self.studies:
             if not found:
