@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from chronicals.models.routed_experts import is_experts
+from chronicals.moe.offload.budget import Budgets
 from chronicals.moe.offload.engine import ExpertEngine, LayerRecords
 from chronicals.moe.offload.module import LayerSource, StreamedExperts
 from chronicals.moe.offload.slab import HostSlab, filling
@@ -81,22 +82,24 @@ def write_layer(slab: HostSlab, layer: LayerRecords) -> None:
 
 
 def stream_experts(
-    model: nn.Module, in_fp8: bool = False, shared: str | None = None
+    model: nn.Module, budgets: Budgets, in_fp8: bool = False, shared: str | None = None
 ) -> ExpertEngine:
     """Move the experts of a model into records, in place; the engine has no slots yet.
 
     Args:
         model: a mixture without adapters on its experts.
+        budgets: memory that they may take; the model is as it was if that is too small.
         in_fp8: products of 16-bit experts run in FP8, and records hold their rows.
         shared: name of a slab that the processes of a machine share.
 
     Raises:
-        ValueError: there are no experts, or they cannot be divided into records.
+        ValueError: there are no experts, they cannot be divided into records, or do not fit.
     """
     modules = expert_modules(model)
     each = experts_of_token(model.config)  # type: ignore[arg-type]
     formats = {path: formats_of(module, in_fp8) for path, module in modules.items()}
     layers = describe_layers(formats, each)
+    budgets.check(layers)
     slab = HostSlab(
         sum(layer.count for layer in layers),
         max(layer.layout.bytes for layer in layers),
