@@ -91,7 +91,10 @@ def refused(folder, given, **changes):
         ({"use_lora": False}, r"stay as they are, and use_lora=False trains all"),
         ({"sharding": "weights"}, r"sharding='weights': every process would hold a share"),
         ({"mixed_precision": "fp16"}, r"mixed_precision='fp16': runs under autocast"),
-        ({"expert_memory": "0.04MiB"}, r"expert_memory=40.96KiB: holds 3 .*the least that works is 48.00KiB"),
+        (
+            {"expert_memory": "0.04MiB"},
+            r"expert_memory=40.96KiB: holds 3 .*the least that works is 48.00KiB",
+        ),
     ],
     ids=str,
 )

@@ -54,8 +54,12 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in found.items():
         if isinstance(module, StreamedExperts):
             raise ValueError(f"{path}: its experts are offloaded already")
-        if path.rpartition(".")[2] == "base_layer":
-            raise ValueError(f"{path}: has adapters; offload experts before they are attached")
+        outer = model.get_submodule(path.rpartition(".")[0])
+        if type(outer).__module__.startswith("peft."):
+            raise ValueError(
+                f"{path}: has adapters of PEFT, which add up whole stacks of experts; attach "
+                "chronicals' own (chronicals.lora.load_adapter), or offload before"
+            )
     return found
 
 
