@@ -68,7 +68,7 @@ def test_sixty_four_greedy_tokens_are_the_same(name):
     model = MODELS[name]()
     ids = torch.randint(1, families.VOCABULARY, (2, 9))
     expected = greedy(resident(model), ids)
-    streamed = offloaded(model, 100)
+    streamed = offloaded(model, 100 if name == "gpt-oss" else 40)
     got = greedy(streamed, ids)
     assert got.shape == (2, 9 + NEW) and torch.equal(got, expected)
     report = streamed.offload.report()
@@ -79,11 +79,8 @@ def test_sixty_four_greedy_tokens_are_the_same(name):
 def test_the_engine_serves_it():
     model = MODELS["qwen3"]()
     prompts = [torch.randint(1, families.VOCABULARY, (length,)).tolist() for length in (3, 11, 6)]
-    requests = [
-        Request(prompt, NEW, Sampling(temperature=0.0))
-        for prompt in prompts
-    ]
-    streamed = offloaded(model, 60)
+    requests = [Request(prompt, NEW, Sampling(temperature=0.0)) for prompt in prompts]
+    streamed = offloaded(model, 40)
     answers = [
         [one.tokens for answer in Engine(given).generate(requests) for one in answer]
         for given in (resident(model), streamed)
