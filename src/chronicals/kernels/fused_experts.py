@@ -232,7 +232,7 @@ def _product(
     """
     if are_few_tokens(x, to) and x.dtype == of.weight.dtype:
         stack = of.expert_stack
-        if stack is not None:
+        if stack is not None and to.tokens <= stack.most_tokens:
             return few_tokens_product(x, stack, to, of_tokens, of.bias, adapted, of.slots)
     bias, slots = of.bias_of_experts, of.dense_slots
     return grouped_product(x, of.weight_ENK, to, of_tokens, bias, adapted, slots=slots)
