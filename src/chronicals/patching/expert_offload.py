@@ -19,9 +19,14 @@ from torch import nn
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
-from chronicals.moe.offload.budget import bytes_of, check_host, slots_within
+from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
-from chronicals.moe.offload.eviction import POLICIES, ByTrace, EvictionPolicy, Expert
+from chronicals.moe.offload.eviction import (
+    POLICIES,
+    ByTrace,
+    EvictionPolicy,
+    Expert,
+)
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
@@ -125,20 +130,51 @@ def offload(
     chosen = policy_named(policy, trace)
     expected = predictor_named(predictor)
     model = model_or_folder
-    engine = hold_experts(model, host_limit(ram), "ram", shared)
-    slots = slots_within(engine, size, f"vram={vram!r}")
+    host = available_memory() if ram is None else bytes_of(ram, "ram")
+    budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
+    engine = hold_experts(model, budgets, shared)
     model.to(place)
-    engine.open(slots, place, chosen, expected, None if io is None else Path(io))
+    file = None if io is None else Path(io)
+    open_experts(model, engine, budgets, place, chosen, expected, file, mode)
+    return model
+
+
+def open_experts(
+    model: Any,
+    engine: ExpertEngine,
+    budgets: Budgets,
+    device: torch.device,
+    policy: EvictionPolicy,
+    predictor: Predictor | None,
+    io: Path | None = None,
+    mode: str = "exact",
+) -> None:
+    """Make the slots of experts that ``hold_experts`` moved, on the model's device.
+
+    Args:
+        model: the model; its attribute ``offload`` is set.
+        engine: its experts.
+        budgets: memory that they may take.
+        device: the device.
+        policy: which expert gives up its slot.
+        predictor: which experts are fetched early; None for none.
+        io: file for a line an event.
+        mode: see ``offload``.
+
+    Raises:
+        ValueError: the memory of the device is too small.
+    """
+    slots = slots_within(engine.layers, budgets.device, budgets.device_name)
+    engine.open(slots, device, policy, predictor, io)
     model.offload = Offload(model, engine, mode)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
         engine.slots,
         engine.experts,
         engine.allocated_bytes / 2**30,
-        place,
+        device,
         engine.slab.bytes / 2**30,
     )
-    return model
 
 
 def policy_named(
@@ -176,24 +212,14 @@ def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
     raise ValueError(f"predictor={predictor!r}: expected 'last', None or a Predictor")
 
 
-def host_limit(ram: int | str | None) -> int | None:
-    """Return the bytes of host memory that records may take; None if unknown."""
-    return available_memory() if ram is None else bytes_of(ram, "ram")
-
-
 def hold_experts(
-    model: Any,
-    limit: int | None,
-    field: str,
-    shared: str | None = None,
-    in_fp8: bool = False,
+    model: Any, budgets: Budgets, shared: str | None = None, in_fp8: bool = False
 ) -> ExpertEngine:
     """Move the experts of a loaded model into records; the engine has no slots yet.
 
     Args:
         model: a causal language model, without adapters on its experts.
-        limit: bytes of host memory that the records may take; None for any.
-        field: name of the field that sets the limit, for messages.
+        budgets: memory that they may take.
         shared: name of memory that processes share.
         in_fp8: products of 16-bit experts run in FP8.
 
@@ -203,12 +229,9 @@ def hold_experts(
     modules = expert_modules(model)
     _check_whole(model)
     forms = {path: _form_of(model, path, module) for path, module in modules.items()}
-    needed = sum(p.nbytes for module in modules.values() for p in module.parameters())
-    if limit is not None:
-        check_host(needed, limit, field)
     in_fp8 = in_fp8 or any(IN_FP8 in vars(module) for module in modules.values())
     del modules
-    engine = stream_experts(model, in_fp8, shared)
+    engine = stream_experts(model, budgets, in_fp8, shared)
     for path, module in streamed_experts_of(model):
         _install(module, forms[path])
     model.save_pretrained = MethodType(_save_pretrained, model)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.engine import (
+    SPARE_SLOTS,
+    LayerRecords,
+    least_slots_of,
+    slot_bytes_of,
+)
+from chronicals.moe.offload.slab import record_stride
 
 UNITS = {
     "B": 1,
@@ -47,42 +55,70 @@ def size_words(size: int) -> str:
     return f"{size}B"
 
 
-def slots_within(engine: ExpertEngine, size: int, name: str) -> int:
+def slots_within(layers: Sequence[LayerRecords], size: int, name: str) -> int:
     """Return the number of slots in so many bytes.
 
     Args:
-        engine: the engine.
+        layers: the records of all layers.
         size: bytes on the device.
         name: how the budget is asked for, with its value.
 
     Raises:
         ValueError: they are too few for the experts of a token and two more.
     """
-    slots = size // engine.slot_bytes
-    if slots < engine.least_slots:
-        least = size_words(engine.least_slots * engine.slot_bytes)
+    each = slot_bytes_of(layers)
+    slots = size // each
+    least = least_slots_of(layers)
+    if slots < least:
         raise ValueError(
-            f"{name}: holds {slots} experts of {engine.slot_bytes / 2**20:,.2f} MiB, and the "
-            f"{engine.least_slots - 2} experts of a token and two more are needed; the least that "
-            f"works is {least}"
+            f"{name}: holds {slots} experts of {each / 2**20:,.2f} MiB, and the "
+            f"{least - SPARE_SLOTS} experts of a token and two more are needed; the least that "
+            f"works is {size_words(least * each)}"
         )
     return slots
 
 
-def check_host(engine_bytes: int, size: int, name: str) -> None:
+def check_host(needed: int, size: int | None, name: str) -> None:
     """Check that host memory holds all records.
 
     Args:
-        engine_bytes: bytes of the records.
-        size: bytes of host memory that may be taken.
+        needed: bytes of the records.
+        size: bytes of host memory that may be taken; None if unknown.
         name: how the budget is asked for, with its value.
 
     Raises:
         ValueError: it does not hold them.
     """
-    if engine_bytes > size:
+    if size is not None and needed > size:
         raise ValueError(
-            f"{name}: all experts take {engine_bytes / 2**30:,.2f} GiB of host memory (what is on "
-            f"the card is there, too); the least that works is {size_words(engine_bytes)}, or a "
-            "smaller format (load_in_4bit)"
+            f"{name}: all experts take {needed / 2**30:,.2f} GiB of host memory (what is on the "
+            f"card is there, too), and {size / 2**30:,.2f} GiB are there for them; the least that "
+            f"works is {size_words(needed)}, or a smaller format (load_in_4bit)"
         )
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Memory that experts may take, and how it is asked for, with the value, for messages.
+
+    Attributes:
+        device: bytes of the slots.
+        device_name: how they are asked for.
+        host: bytes of the records; None for any.
+        host_name: how they are asked for.
+    """
+
+    device: int
+    device_name: str
+    host: int | None = None
+    host_name: str = "host memory"
+
+    def check(self, layers: Sequence[LayerRecords]) -> None:
+        """Check that the records of all layers, and the least of slots, fit.
+
+        Raises:
+            ValueError: they do not; the message says the least that works.
+        """
+        slots_within(layers, self.device, self.device_name)
+        records = sum(layer.count for layer in layers)
+        check_host(records * record_stride(slot_bytes_of(layers)), self.host, self.host_name)

@@ -64,6 +64,16 @@ class LayerRecords:
         return next(iter(self.formats.values())).count
 
 
+def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
+    """Return the bytes of a slot: of the largest record."""
+    return max(layer.layout.bytes for layer in layers)
+
+
+def least_slots_of(layers: Sequence[LayerRecords]) -> int:
+    """Return the slots that are needed: the k experts of a token and ``SPARE_SLOTS`` more."""
+    return max(layer.each for layer in layers) + SPARE_SLOTS
+
+
 class ExpertEngine:
     """The experts of a model.
 
@@ -99,13 +109,8 @@ class ExpertEngine:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: of the largest record."""
-        return max(layer.layout.bytes for layer in self.layers)
-
-    @property
-    def least_slots(self) -> int:
-        """Slots that are needed: the k experts of a token and ``SPARE_SLOTS`` more."""
-        return max(layer.each for layer in self.layers) + SPARE_SLOTS
+        """Bytes of a slot."""
+        return slot_bytes_of(self.layers)
 
     @property
     def experts(self) -> int:
@@ -128,13 +133,13 @@ class ExpertEngine:
         """Make the slots on a device.
 
         Args:
-            slots: their number, at least ``least_slots``; more than there are experts are not made.
+            slots: their number, at least ``least_slots_of``; more than there are experts are not made.
             device: the device of the products.
             policy: chooses the experts that give up their slots.
             predictor: says which experts are wanted next.
             io: file for lines of events.
         """
-        assert slots >= self.least_slots
+        assert slots >= least_slots_of(self.layers)
         self.slots = min(slots, self.experts)
         self.device = device
         self.policy = policy

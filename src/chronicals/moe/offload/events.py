@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+IO_FILE = "io.jsonl"
+"""Name of the file of lines in a run's folder."""
+
 VRAM = "vram"
 RAM = "ram"
 

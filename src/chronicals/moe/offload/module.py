@@ -59,6 +59,10 @@ class LayerSource:
         """True if the products run in FP8."""
         return self.records.formats[GATE_UP].in_fp8
 
+    def __deepcopy__(self, memo: dict) -> LayerSource:
+        """Return itself: copies of a model read the same records through the same slots."""
+        return self
+
     def look(self, bounds: Tensor, x: Tensor) -> list[int]:
         """Return the bounds on the host."""
         if self.engine.is_closed:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from chronicals.models.routed_experts import is_experts
+from chronicals.moe.offload.budget import Budgets
 from chronicals.moe.offload.engine import ExpertEngine, LayerRecords
 from chronicals.moe.offload.module import LayerSource, StreamedExperts
 from chronicals.moe.offload.slab import HostSlab, filling
@@ -53,8 +54,12 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in found.items():
         if isinstance(module, StreamedExperts):
             raise ValueError(f"{path}: its experts are offloaded already")
-        if path.rpartition(".")[2] == "base_layer":
-            raise ValueError(f"{path}: has adapters; offload experts before they are attached")
+        outer = model.get_submodule(path.rpartition(".")[0])
+        if type(outer).__module__.startswith("peft."):
+            raise ValueError(
+                f"{path}: has adapters of PEFT, which add up whole stacks of experts; attach "
+                "chronicals' own (chronicals.lora.load_adapter), or offload before"
+            )
     return found
 
 
@@ -81,22 +86,24 @@ def write_layer(slab: HostSlab, layer: LayerRecords) -> None:
 
 
 def stream_experts(
-    model: nn.Module, in_fp8: bool = False, shared: str | None = None
+    model: nn.Module, budgets: Budgets, in_fp8: bool = False, shared: str | None = None
 ) -> ExpertEngine:
     """Move the experts of a model into records, in place; the engine has no slots yet.
 
     Args:
         model: a mixture without adapters on its experts.
+        budgets: memory that they may take; the model is as it was if that is too small.
         in_fp8: products of 16-bit experts run in FP8, and records hold their rows.
         shared: name of a slab that the processes of a machine share.
 
     Raises:
-        ValueError: there are no experts, or they cannot be divided into records.
+        ValueError: there are no experts, they cannot be divided into records, or do not fit.
     """
     modules = expert_modules(model)
     each = experts_of_token(model.config)  # type: ignore[arg-type]
     formats = {path: formats_of(module, in_fp8) for path, module in modules.items()}
     layers = describe_layers(formats, each)
+    budgets.check(layers)
     slab = HostSlab(
         sum(layer.count for layer in layers),
         max(layer.layout.bytes for layer in layers),

@@ -33,6 +33,11 @@ SHARED_FOLDER = Path("/dev/shm")
 """Memory that the processes of a machine share."""
 
 
+def record_stride(record_bytes: int) -> int:
+    """Return the bytes from one record to the next."""
+    return -(-record_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+
 class HostSlab:
     """Records in host memory.
 
@@ -53,7 +58,7 @@ class HostSlab:
     def __init__(self, count: int, record_bytes: int, name: str | None = None):
         self.count = count
         self.record_bytes = record_bytes
-        self.stride = -(-record_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        self.stride = record_stride(record_bytes)
         self.pinned = 0
         self.checksums: list[int | None] = [None] * count
         self._verified = [False] * count
