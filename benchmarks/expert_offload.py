@@ -134,12 +134,17 @@ TINY_SIZES = Sizes(
     tiny=True,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def where() -> str:
+    """Return the device; asked for in the process of a row alone, since a card once asked for cannot
+    be used by processes that are forked later.
+    """
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def wait() -> None:
     """Wait until the card has done what it was given."""
-    if DEVICE == "cuda":
+    if where() == "cuda":
         torch.cuda.synchronize()
 
 
@@ -154,8 +159,8 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def bus_rate(record: int) -> float:
     """Return bytes a second of copies of a record's size from pinned memory to the card."""
-    own = torch.empty(64 * record, dtype=torch.uint8, pin_memory=DEVICE == "cuda").fill_(1)
-    there = torch.empty(64 * record, dtype=torch.uint8, device=DEVICE)
+    own = torch.empty(64 * record, dtype=torch.uint8, pin_memory=where() == "cuda").fill_(1)
+    there = torch.empty(64 * record, dtype=torch.uint8, device=where())
 
     def copy() -> None:
         for source, place in zip(own.split(record), there.split(record)):
@@ -168,7 +173,7 @@ def bus_rate(record: int) -> float:
 def built(sizes: Sizes, layers: int, quantised: bool = False) -> Any:
     """Return the model on the card, random weights of one seed."""
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device(where()):
         model = transformers.AutoModelForCausalLM.from_config(
             sizes.config(layers), dtype=torch.bfloat16
         )
@@ -188,7 +193,7 @@ def offloaded(model: Any, sizes: Sizes, **options: Any) -> Any:
 def logits_of(model: Any, steps: int = 6) -> tuple[list[int], Tensor]:
     """Return greedy tokens behind a prompt of 32, and all logits on the host, routes unforced."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (1, 32), generator=generator).to(DEVICE)
+    ids = torch.randint(0, model.config.vocab_size, (1, 32), generator=generator).to(where())
     found, tokens = [], list[int]()
     cache = None
     for _ in range(steps):
@@ -240,7 +245,7 @@ def chosen_by(model: Any) -> dict[str, int]:
 @torch.no_grad()
 def head_seconds(model: Any) -> float:
     """Return the seconds of embedding, last norm and head for a token."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=where())
     inner = model.model
 
     def call() -> None:
@@ -271,7 +276,7 @@ def free(*models: Any) -> None:
         if hasattr(model, "offload"):
             model.offload.close()
     gc.collect()
-    if DEVICE == "cuda":
+    if where() == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -280,7 +285,7 @@ def resident_decoding(sizes: Sizes, missing: float) -> dict[str, Any]:
     model = built(sizes, sizes.layers).eval()
     chronicals.patch_model(model)
     found = {"logits": logits_of(model), "head": head_seconds(model)}
-    ForcedRoutes(model, missing, DEVICE)
+    ForcedRoutes(model, missing, where())
     found |= decode_step(model, sizes)
     free()
     return found
@@ -296,7 +301,7 @@ def decoded(missing: float, sizes: Sizes, mode: str = "exact") -> dict[str, Any]
         model = offloaded(built(sizes, sizes.layers).eval(), sizes, **options)
         chronicals.patch_model(model)
         same = compared(resident["logits"], logits_of(model))
-        ForcedRoutes(model, missing, DEVICE)
+        ForcedRoutes(model, missing, where())
         step = decode_step(model, sizes)
         report = model.offload.report()
         arms[arm] = {
@@ -329,7 +334,7 @@ def prompted(sizes: Sizes) -> dict[str, Any]:
     bus = bus_rate(sizes.record)
     generator = torch.Generator().manual_seed(3)
     vocabulary = sizes.model["vocab_size"]
-    ids = torch.randint(0, vocabulary, (1, sizes.prompt), generator=generator).to(DEVICE)
+    ids = torch.randint(0, vocabulary, (1, sizes.prompt), generator=generator).to(where())
     times, lasts = {}, {}
     copied = 0
     for arm in ("resident", "offloaded"):
@@ -364,7 +369,7 @@ def mapped(missing: float, sizes: Sizes) -> dict[str, Any]:
     """Return the row of transformers' ``device_map``, with all experts on the CPU."""
     from accelerate import dispatch_model
 
-    if DEVICE == "cpu":
+    if where() == "cpu":
         raise ValueError("device_map moves experts to a card, and there is none")
     resident = resident_decoding(sizes, missing)
     model = built(sizes, sizes.layers).eval()
@@ -380,8 +385,8 @@ def mapped(missing: float, sizes: Sizes) -> dict[str, Any]:
         places[f"model.layers.{number}.mlp.experts"] = "cpu"
     model = dispatch_model(model, places, main_device=0)
     same = compared(resident["logits"], logits_of(model))
-    ForcedRoutes(model, missing, DEVICE)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    ForcedRoutes(model, missing, where())
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=where())
     cache = model(ids, use_cache=True).past_key_values
     times = [seconds(lambda: model(ids, past_key_values=cache, use_cache=True)) for _ in range(12)]
     token = statistics.median(times[2:])
@@ -443,7 +448,7 @@ def steps_of(
     model.config.use_cache = False
     if experts is not None:
         model = chronicals.offload(model, vram=experts)
-    if DEVICE == "cpu":
+    if where() == "cpu":
         chronicals.patch_model(model)  # sessions do that on a card alone
     config = ChronicalsConfig(
         output_dir=tempfile.mkdtemp(),
@@ -462,7 +467,7 @@ def steps_of(
         free()
         for number in range(sizes.steps):
             step = step_of(number, 0, 1, 1, packs, sizes.width, sizes.model["vocab_size"])
-            if number == sizes.warm and DEVICE == "cuda":
+            if number == sizes.warm and where() == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             scalars: dict[str, Any] = {}
             times.append(seconds(partial(train, session, step, scalars)))
@@ -470,7 +475,7 @@ def steps_of(
             norms.append(float(scalars["grad_norm"]))
             if experts is not None:
                 copied.append(chosen_by(model)["bytes"])
-        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+        peak = torch.cuda.max_memory_allocated() if where() == "cuda" else 0
     free(model)
     return {
         "losses": losses,
