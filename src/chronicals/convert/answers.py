@@ -1,4 +1,4 @@
-"""What becomes of another tool's setting, by the tables of names and values of ``config.foreign``.
+"""Answers to another tool's settings, by the tables of names and values of ``config.foreign``.
 
 The tables are those that answer an unknown field of a recipe, so a name stands in one place.
 """
@@ -46,7 +46,7 @@ PERMITS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What becomes of one setting.
+    """The answer to one setting: what becomes of it here.
 
     Attributes:
         kind: ``mapped`` to fields of ours, ``not needed`` here, ``not there`` in this version, or

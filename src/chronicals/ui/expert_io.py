@@ -49,7 +49,7 @@ class Tier:
 
 @dataclass
 class ExpertIO:
-    """What the experts of a run moved so far.
+    """Sums over what the experts of a run moved so far.
 
     Attributes:
         path: of the file.

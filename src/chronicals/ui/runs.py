@@ -52,7 +52,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Where the run is, by its job, or without one by its files."""
+        """State of the run, by its job, or without one by its files."""
         if self.job is not None:
             return self.job.state
         if (self.folder / MODEL).exists():

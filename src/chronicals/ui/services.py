@@ -47,7 +47,7 @@ OBJECTIVES = (
 
 @dataclass
 class Services:
-    """What the pages of a place share.
+    """Services that the pages of a place share.
 
     Attributes:
         place: the root.
@@ -81,7 +81,7 @@ class Services:
 
     @cached_property
     def drafts(self) -> Drafts:
-        """What was typed into forms."""
+        """Texts that were typed into forms."""
         return Drafts(self.place)
 
     @cached_property
