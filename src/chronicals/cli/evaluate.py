@@ -144,12 +144,12 @@ def evaluate_command(
     config = with_reference(recipe.config(), about.get("reference"), reference_model)
     rows = recipe.sources[0]
     built = build_objective(config)
-    rewards = rewards_of(built, config, Mesh())
-    with nullcontext() if rewards is None else rewards:
-        check_prompts(built, rewards, (rows, None), config, Mesh())  # before the model is loaded
+    started = rewards_of(built, config, Mesh())
+    with nullcontext() if started is None else started:
+        check_prompts(built, started, (rows, None), config, Mesh())  # before the model is loaded
         trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
         tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
-        figures = evaluate_data(trained.model, tokenizer, rows, config, rewards).to_dict()
+        figures = evaluate_data(trained.model, tokenizer, rows, config, started).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(

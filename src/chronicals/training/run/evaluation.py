@@ -233,8 +233,8 @@ def evaluate_data(
 
         if rewards is not None:
             return evaluate_prompts(model, tokenizer, data, config, objective, rewards)
-        with build_rewards(config) as rewards:
-            return evaluate_prompts(model, tokenizer, data, config, objective, rewards)
+        with build_rewards(config) as own_rewards:
+            return evaluate_prompts(model, tokenizer, data, config, objective, own_rewards)
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(
         data,
