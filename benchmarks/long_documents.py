@@ -4,6 +4,11 @@ peak.
     python benchmarks/long_documents.py OUTPUT.json [--lengths 16384,65536,131072] [--layers 8]
     [--policies default,lean]
         [--where] [--shape 8b|tiny] [--commit HASH]
+    python benchmarks/long_documents.py OUTPUT.json --caps 12,24,80 [--arms ours,unsloth,unsloth-tiled]
+        [--length N] [--step-seconds 150] [--budget 450]
+
+With ``--caps`` the allocator is capped at so many GB, and the longest document that fits is trained
+on (``capped_documents``). Without:
 
 QLoRA of rank 32 over layers of the Llama-3.1-8B shape with random weights in NF4, one document a
 step. Each combination of a length and a set of memory policies is written to the file as soon as it
@@ -28,6 +33,7 @@ from typing import Any
 
 import torch
 import transformers
+from capped_documents import run_rows
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
@@ -94,8 +100,9 @@ class PeakOfSteps(Callback):
         torch.cuda.reset_peak_memory_stats()
 
 
-def build_model(shape: str, layers: int, longest: int) -> Any:
-    config = transformers.LlamaConfig(
+def config_of(shape: str, layers: int, longest: int) -> Any:
+    """Return the configuration of a shape, for documents of at most ``longest`` tokens."""
+    return transformers.LlamaConfig(
         **SHAPES[shape],
         num_hidden_layers=layers,
         max_position_embeddings=longest,
@@ -103,7 +110,13 @@ def build_model(shape: str, layers: int, longest: int) -> Any:
         bos_token_id=None,
         eos_token_id=0,
         tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
     )
+
+
+def build_model(shape: str, layers: int, longest: int) -> Any:
+    """Return a model of a shape with random weights in bf16."""
+    config = config_of(shape, layers, longest)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -223,12 +236,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--lengths", default="16384,65536,131072")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, help="8; with --caps 32")
     parser.add_argument("--policies", default="default,lean")
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--caps", default="", help="GB that the allocator may use, a row each")
+    parser.add_argument("--arms", default="ours", help="of the rows with a cap")
+    parser.add_argument("--length", type=int, default=0, help="tokens, not the longest")
+    parser.add_argument("--step-seconds", type=float, default=150.0)
+    parser.add_argument("--budget", type=float, default=450.0, help="seconds of all rows")
     given = parser.parse_args()
+    given.layers = given.layers or (32 if given.caps else 8)
+    if given.caps:
+        run_rows(given)
+    else:
+        run_lengths(given)
+
+
+def run_lengths(given: argparse.Namespace) -> None:
+    """Measure each length with each set of policies, on all of the card."""
     lengths = [int(length) for length in given.lengths.split(",")]
     tokenizer = train_tokenizer(
         ["the quick brown fox takes the long way home"] * 20, vocab_size=300

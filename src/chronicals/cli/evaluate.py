@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
 from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
@@ -73,6 +74,8 @@ def evaluate_command(
         list[str] | None,
         typer.Option(help="Fraction of the rows that a finding may concern, name=value"),
     ] = None,
+    offload_experts: OffloadExperts = False,
+    expert_memory: ExpertMemory = None,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")
     ] = None,
@@ -109,6 +112,7 @@ def evaluate_command(
     make_room_for(output)
     about = SavedModel.find(model, base_model).about
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
+    place = placing(offload_experts, expert_memory)
     asked = {
         "data": data,
         "max_seq_length": max_seq_length,
@@ -147,7 +151,7 @@ def evaluate_command(
     started = rewards_of(built, config, Mesh())
     with nullcontext() if started is None else started:
         check_prompts(built, started, (rows, None), config, Mesh())  # before the model is loaded
-        trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
+        trained = load_trained(model, base_model, trust_remote_code, scored_by.load, place)
         tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
         figures = evaluate_data(trained.model, tokenizer, rows, config, started).to_dict()
     table = Table("measure", "value")

@@ -15,6 +15,8 @@ the host memory, a step can therefore be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 
 from chronicals.kernels.host_memory import HOST_ALIGNMENT, PinnedMemory
 from chronicals.kernels.launch import next_power_of_2
+
+logger = logging.getLogger(__name__)
 
 SMALLEST = 1 << 20
 """Bytes of the smallest tensor that is offloaded."""
@@ -210,9 +214,16 @@ class InputOffload(ActivationOffload):
         if self.streams is None:
             self._room = torch.empty_like(like, device="cpu")
         else:
+            began = time.monotonic()
             self._memory.registered = step
             self._memory.allocate(like.nbytes)
             self._room = self._memory.tensor(0, like)
+            logger.info(
+                "inputs of %d layers: %.1f GiB of host memory were pinned in %.1f s",
+                len(self.layers),
+                like.nbytes / 2**30,
+                time.monotonic() - began,
+            )
         self.free[size] = [part[:size] for part in self._room.split(step)]
 
     def remove(self) -> None:
