@@ -470,7 +470,9 @@ def test_experts_are_followed_from_a_recorded_file(opened, site):
     page.get_by_text("20.00 GB/s").wait_for()
     with (folder / "io.jsonl").open("a") as file:
         file.write(json.dumps(miss) + "\n")
+        file.write(json.dumps({**line, "kind": "<b>write</b>"}) + "\n")
     page.get_by_text("60.0%").wait_for()
+    page.get_by_text("<b>write</b>").wait_for()
     assert page.get_by_text("75.0%").count() == 0
 
 
