@@ -255,6 +255,7 @@ SHARED = {
     "linear_head",
     "logit_rows",
     "products",
+    "streamed_experts",
     "tensor_lists",
 }
 """Files of the kernels' room that hold no kernel with a name of its own."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from chronicals.patching import PatchReport as PatchReport
     from chronicals.patching import patch_model as patch_model
     from chronicals.patching import unpatch_model as unpatch_model
+    from chronicals.patching.expert_offload import offload as offload
     from chronicals.training import Callback as Callback
     from chronicals.training import ChronicalsTrainer as ChronicalsTrainer
     from chronicals.training import TrainingResult as TrainingResult
@@ -36,6 +37,7 @@ _HOME = {
     "generate": "chronicals.generation:generate_answer",
     "load_model": "chronicals.models:load_model",
     "load_trained": "chronicals.generation:load_trained",
+    "offload": "chronicals.patching.expert_offload:offload",
     "patch_model": "chronicals.patching:patch_model",
     "unpatch_model": "chronicals.patching:unpatch_model",
 }

@@ -10,7 +10,7 @@ import torch
 
 from chronicals.attention import PAGED_BACKENDS, attend_pages, paged
 from chronicals.attention.backends import flash_attn_4
-from chronicals.attention.paged import PagedNeeds, paged_backend
+from chronicals.attention.paged import PagedNeeds, PagedScores, paged_backend
 from chronicals.kernels.paged_attention import paged_attention_reference
 
 H100 = (9, 0)
@@ -103,7 +103,7 @@ def test_each_computes_the_same(name, mask):
         return
     given = inputs()
     usual = {"sinks": None, "scale": 0.3, "window": None, "softcap": None, "shared": None}
-    found = PAGED_BACKENDS[name].attend(*given, **{**usual, **mask})
+    found = PAGED_BACKENDS[name].attend(*given, PagedScores(**{**usual, **mask}))
     torch.testing.assert_close(found, paged_attention_reference(*given, **{"scale": 0.3, **mask}))
 
 
@@ -118,8 +118,8 @@ def test_keys_are_split_where_the_kernels_can(capability, splits, let_return):
         return flash_attn_4_on_pages(*given, num_splits=num_splits, **named)
 
     let_return(flash_attn_4, kernels_of=(forward, None))
-    mask = {"sinks": None, "window": None, "softcap": None, "shared": None}
-    PAGED_BACKENDS["flash-attn-4"].attend(*inputs(), scale=1.0, **mask)
+    scores = PagedScores(sinks=None, scale=1.0, window=None, softcap=None, shared=None)
+    PAGED_BACKENDS["flash-attn-4"].attend(*inputs(), scores)
     assert seen == [splits]
 
 

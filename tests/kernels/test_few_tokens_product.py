@@ -363,6 +363,12 @@ def test_which_rows_are_few(device):
     assert not are_few(65) and not are_few(0) and not are_few(1, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("kind", GGUF_KINDS)
+def test_kinds_that_take_many_instructions_are_for_fewer_tokens(kind, device):
+    stack = FORMATS[kind](2, 4, 256, torch.bfloat16, device)
+    assert stack.most_tokens == {"Q4_0": 16, "Q6_K": 8}.get(kind, 64)
+
+
 def test_sizes_that_do_not_fit(device):
     x, stack, to = of_two_experts("16 bit", device)
     with pytest.raises(ValueError, match=r"x is \(2, 64\): expected \(4, 64\)"):

@@ -27,6 +27,8 @@ CASES = [(tokens + MOST_ROWS, *sizes) for tokens, *sizes in FEW]
 class Quantised:
     """A weight in FP8, made at each use."""
 
+    column_slots = None
+
     def __init__(self, weight, transposed):
         self.weight = weight
         self.layouts = ("columns", "rows") if transposed else ("rows", "columns")

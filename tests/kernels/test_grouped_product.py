@@ -162,6 +162,56 @@ def test_strided_rows(device):
     )
 
 
+def in_slots(w, device):
+    """The matrices of ``w`` among others of NaN, strided, in another order; and where each is."""
+    count = len(w)
+    places = torch.randperm(count + 3)[:count]
+    records = torch.full((count + 3, w[0].numel() + 24), torch.nan, dtype=w.dtype, device=device)
+    slots = records[:, 8 : 8 + w[0].numel()].unflatten(1, w.shape[1:])
+    slots[places] = w
+    return slots, places.to(torch.int32).to(device)
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_weights_in_slots_give_the_same_bits(dtype, of_tokens, device):
+    to = to_low_tiles(37, 2, 5, device)
+    rows = 37 if of_tokens else 74
+    shapes = ((rows, 40), (5, 24, 40), (5, 24), (74, 8), (5, 24, 8))
+    x, w, bias, u, up = (torch.randn(*shape, device=device).to(dtype) for shape in shapes)
+    slots, places = in_slots(w, device)
+    given = to, of_tokens, bias, LowRankTerm(u, up)
+    for function in (module.grouped_product, grouped_product_reference):
+        expected = function(x, w, *given)
+        assert torch.equal(expected, function(x, slots, *given, slots=places))
+    with pytest.raises(ValueError, match="slots are torch.int64"):
+        module.grouped_product(x, slots, *given, slots=places.long())
+
+
+def test_an_expert_without_rows_may_be_in_no_slot(device):
+    experts_Tk = torch.tensor([[0, 2], [2, 0]], device=device)
+    to = dispatch_to_experts(experts_Tk, 4)
+    x, w = torch.randn(2, 16, device=device), torch.randn(2, 24, 16, device=device)
+    places = torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device)
+    got = module.grouped_product(x, w, to, True, slots=places)
+    expected = torch.cat((x @ w[1].t(), x @ w[0].t()))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_a_part_of_a_dispatch_is_the_rows_of_its_experts(of_tokens, device):
+    to = to_low_tiles(67, 3, 8, device)
+    bounds = to.bounds.tolist()
+    x = torch.randn(67 if of_tokens else 201, 40, device=device)
+    w = torch.randn(8, 24, 40, device=device)
+    whole = module.grouped_product(x, w, to, of_tokens)
+    for first, end in ((0, 3), (3, 4), (4, 8), (2, 2), (0, 8)):
+        part = to.part(first, end, bounds)
+        rows = x if of_tokens else x[bounds[first] : bounds[end]]
+        got = module.grouped_product(rows, w[first:end], part, of_tokens)
+        assert torch.equal(got, whole[bounds[first] : bounds[end]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("boxes", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
@@ -274,11 +324,12 @@ def test_other_shapes_are_refused():
 
 
 MUTATIONS = {
-    "one weight for all": ("w_ptr + expert.to(tl.int64) * w_stride_e", "w_ptr + 0 * w_stride_e"),
+    "one weight for all": ("w_ptr + slot.to(tl.int64) * w_stride_e", "w_ptr + 0 * w_stride_e"),
     "the adapter of the first expert": (
         "up_ptr + expert.to(tl.int64) * up_stride_e",
         "up_ptr + 0 * up_stride_e",
     ),
+    "slots are not read": ("tl.load(slots_ptr + expert) if HAS_SLOTS else expert", "expert"),
     "no factor": ("(total * factor)", "total"),
     "bias of the first expert": (
         "bias_ptr + expert.to(tl.int64) * bias_stride",
@@ -289,7 +340,7 @@ MUTATIONS = {
 
 OF_BOXES = {
     "one weight for all, by the copy engine": (
-        "w_box.load([expert, block * COLUMNS, step])",
+        "w_box.load([slot, block * COLUMNS, step])",
         "w_box.load([0, block * COLUMNS, step])",
     ),
 }
@@ -302,9 +353,11 @@ def assert_found(fault, depth, device):
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     shapes = ((37, depth), (4, 24, depth), (74, 8), (4, 24, 8), (4, 24))
     x, w, u, up, bias = (torch.randn(*shape, device=device).to(kind) for shape in shapes)
+    slots = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=device)
     results = [
         (
             of.grouped_product(x, w, to, True, bias, of.LowRankTerm(u, up)),
+            of.grouped_product(x, w, to, True, slots=slots),
             of.grouped_weight_gradient(u, x, to, GATHER_SECOND, 0.5),
         )
         for of in (module, wrong)

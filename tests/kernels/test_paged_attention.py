@@ -242,7 +242,10 @@ def test_a_launch_is_chosen_by_static_sizes():
         ("shaped(scores, scale, softcap, HAS_SOFTCAP)", "shaped(scores, scale, softcap, False)"),
         ("tl.maximum(length - window, 0)", "tl.maximum(length - window - 1, 0)"),
         ("tl.minimum(begin + each, length)", "tl.minimum(begin + each, length - 1)"),
-        ("weights = tl.exp(lse - highest)", "weights = tl.exp(lse - highest) * 0.0 + 1.0"),
+        (
+            "weights = tl.exp(lse - highest[:, None])",
+            "weights = tl.exp(lse - highest[:, None]) * 0.0 + 1.0",
+        ),
         ("total += tl.exp(sink - highest)", "pass"),
         ("key_head * GROUPS + row", "row * tl.num_programs(1) + key_head"),
     ],

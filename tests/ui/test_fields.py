@@ -55,6 +55,7 @@ VALUES = {
     "cache_dir": "cache",
     "gpu_memory": 24.0,
     "cache_memory": 1.5,
+    "expert_memory": 8.0,
     "overlong": "cut",
     "train_on": "answers",
     "tune": {"lora_rank": [8, 16], "learning_rate": [1.5, 2.5, "log"]},
@@ -102,6 +103,7 @@ def test_form_to_yaml_to_recipe_is_the_identity(form, name, tmp_path):
         "use_dora": {"use_lora": True},
         "early_stopping_patience": {"eval_steps": 5, "validation_split": 0.5},
         "eval_steps": {"validation_split": 0.5},
+        "expert_memory": {"memory": ["offload_experts"]},
         "load_in_4bit": {"quantization": "nf4"},
     }.get(name, {})
     given = {**beside, **together, name: value, "objective": "dpo"}

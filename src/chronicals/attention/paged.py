@@ -40,11 +40,22 @@ class PagedNeeds(Needs):
 
 
 @dataclass(frozen=True)
+class PagedScores:
+    """How scores are computed; the fields are those arguments of ``attend_pages``."""
+
+    sinks: Tensor | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    shared: SharedPages | None
+
+
+@dataclass(frozen=True)
 class PagedBackend(Backend):
     """One way to compute attention over pages.
 
     Attributes:
-        attend: takes what ``attend_pages`` takes, all of it, but for the backend.
+        attend: takes queries, keys, values, pages and lengths, as ``attend_pages``, and ``PagedScores``.
         whole_pages: the tokens of a page must be a multiple of this.
         one_width: keys and values must be equally wide, by a multiple of the support's.
     """
@@ -67,10 +78,14 @@ class PagedBackend(Backend):
 
 
 def _by_kernel(
-    q_NHD: Tensor, k_PSKD: Tensor, v_PSKV: Tensor, pages_NL: Tensor, lengths_N: Tensor, **mask: Any
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    v_PSKV: Tensor,
+    pages_NL: Tensor,
+    lengths_N: Tensor,
+    of: PagedScores,
 ) -> Tensor:
-    sinks = mask.pop("sinks")
-    return paged_attention(q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, sinks, **mask)
+    return paged_attention(q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, **vars(of))
 
 
 def _by_flash_attn_4(
@@ -79,12 +94,7 @@ def _by_flash_attn_4(
     v_PSKV: Tensor,
     pages_NL: Tensor,
     lengths_N: Tensor,
-    *,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    shared: SharedPages | None,
+    of: PagedScores,
 ) -> Tensor:
     forward, _ = flash_attn_4.kernels_of(q_NHD.device)
     major, _ = torch.cuda.get_device_capability(q_NHD.device)
@@ -96,12 +106,12 @@ def _by_flash_attn_4(
             seqused_k=lengths_N.to(torch.int32),
             max_seqlen_k=pages_NL.shape[1] * k_PSKD.shape[1],
             page_table=pages_NL.to(torch.int32),
-            softmax_scale=scale,
+            softmax_scale=of.scale,
             causal=False,  # the one query is the last, and sees every key
-            softcap=softcap,
-            window_size_left=None if window is None else window - 1,
-            window_size_right=None if window is None else 0,
-            learnable_sink=sinks,
+            softcap=of.softcap,
+            window_size_left=None if of.window is None else of.window - 1,
+            window_size_right=None if of.window is None else 0,
+            learnable_sink=of.sinks,
             num_splits=1 if major == HOPPER else 0,  # 0: as many as fill the card
         )
     attended: Tensor = out[:, 0]
@@ -114,19 +124,14 @@ def _by_varlen_attn(
     v_PSKV: Tensor,
     pages_NL: Tensor,
     lengths_N: Tensor,
-    *,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    shared: SharedPages | None,
+    of: PagedScores,
 ) -> Tensor:
     bounds = torch.arange(len(q_NHD) + 1, dtype=torch.int32, device=q_NHD.device)
     longest = pages_NL.shape[1] * k_PSKD.shape[1]
     options: dict[str, Any] = {
         **GROUPED_HEADS,
-        "scale": scale,
-        "window_size": (-1 if window is None else window - 1, 0),
+        "scale": of.scale,
+        "window_size": (-1 if of.window is None else of.window - 1, 0),
         "seqused_k": lengths_N.to(torch.int32),
         "block_table": pages_NL.to(torch.int32),
     }
@@ -245,15 +250,6 @@ def attend_pages(
         value_dim=v_PSKV.shape[3],
         page_size=k_PSKD.shape[1],
     )
-    return paged_backend(needs, backend).attend(
-        q_NHD,
-        k_PSKD,
-        v_PSKV,
-        pages_NL,
-        lengths_N,
-        sinks=sinks,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        shared=shared,
-    )
+    scores = PagedScores(sinks, scale, window, softcap, shared)
+    chosen = paged_backend(needs, backend)
+    return chosen.attend(q_NHD, k_PSKD, v_PSKV, pages_NL, lengths_N, scores)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
 from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
@@ -72,6 +73,8 @@ def evaluate_command(
         list[str] | None,
         typer.Option(help="Fraction of the rows that a finding may concern, name=value"),
     ] = None,
+    offload_experts: OffloadExperts = False,
+    expert_memory: ExpertMemory = None,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")
     ] = None,
@@ -107,7 +110,8 @@ def evaluate_command(
     make_room_for(output)
     about = SavedModel.find(model, base_model).about
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
-    trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
+    place = placing(offload_experts, expert_memory)
+    trained = load_trained(model, base_model, trust_remote_code, scored_by.load, place)
     asked = {
         "data": data,
         "max_seq_length": max_seq_length,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -54,6 +56,8 @@ def generate_command(
             "together",
         ),
     ] = False,
+    offload_experts: OffloadExperts = False,
+    expert_memory: ExpertMemory = None,
     system: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +138,8 @@ def generate_command(
         raise ValueError(
             "json_lines: takes its questions from standard input; leave out the prompt"
         )
-    trained = load_trained(model, base_model, trust_remote_code)
+    place = placing(offload_experts, expert_memory)
+    trained = load_trained(model, base_model, trust_remote_code, place=place)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
         patch_parts(trained.model, whole_layers=True)
     sizes = EngineSettings(generation_exact=generation_exact)

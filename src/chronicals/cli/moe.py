@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
 from chronicals.cli.options import Command, values_of
 
 if TYPE_CHECKING:
@@ -150,6 +152,8 @@ def trace(
     objective: Annotated[str, typer.Option(help="How rows are read: sft, or pretraining")] = "sft",
     base_model: BaseModel = None,
     load_in_4bit: In4Bits = False,
+    offload_experts: OffloadExperts = False,
+    expert_memory: ExpertMemory = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write down which experts a mixture's routers choose.
@@ -161,7 +165,8 @@ def trace(
     from chronicals.moe.lookahead.trace import record_trace
 
     recipe = recipe_for_reading(model, data, max_seq_length, batch_size, objective)
-    loaded, tokenizer = loaded_mixture(model, base_model, load_in_4bit, trust_remote_code)
+    place = placing(offload_experts, expert_memory, output / "io.jsonl")
+    loaded, tokenizer = loaded_mixture(model, base_model, load_in_4bit, trust_remote_code, place)
     info = record_trace(
         loaded, tokenizer, recipe.sources[0], recipe.config(), output, features, tokens, model
     )
@@ -185,9 +190,20 @@ def recipe_for_reading(
 
 
 def loaded_mixture(
-    model: str, base_model: str | None, load_in_4bit: bool, trust_remote_code: bool
+    model: str,
+    base_model: str | None,
+    load_in_4bit: bool,
+    trust_remote_code: bool,
+    place: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Load the model, onto the card if there is one, and its tokenizer.
+
+    Args:
+        model: model, adapter, checkpoint or folder of a run.
+        base_model: base model of an adapter that does not name it.
+        load_in_4bit: quantise the base.
+        trust_remote_code: run code that comes with the model.
+        place: brings the model to where it runs, in place of a card.
 
     Raises:
         ValueError: it cannot be loaded, or is no mixture of experts.
@@ -195,13 +211,14 @@ def loaded_mixture(
     import torch
 
     from chronicals.generation import load_trained
+    from chronicals.generation.answer import on_card
     from chronicals.moe.routers import mixture_layers
     from chronicals.saving import SavedModel
 
     def load(saved: SavedModel, dtype: torch.dtype, trusted: bool) -> Any:
         return saved.model(dtype, trusted, "nf4" if load_in_4bit else None)
 
-    trained = load_trained(model, base_model, trust_remote_code, load)
+    trained = load_trained(model, base_model, trust_remote_code, load, place or on_card)
     mixture_layers(trained.model)
     return trained.model, trained.tokenizer
 

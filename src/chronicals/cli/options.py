@@ -43,7 +43,12 @@ SOURCE_FLAGS = ("data", "validation_data")
 NEGATIVE_NUMBER = re.compile(r"-[.\d].*")
 """A value that begins like a flag."""
 
-OWN_TEXTS = {"gpu_memory": "<GB>", "cache_memory": "<GB>", "reward_on_error": "<float|drop>"}
+OWN_TEXTS = {
+    "gpu_memory": "<GB>",
+    "cache_memory": "<GB>",
+    "expert_memory": "<GB>",
+    "reward_on_error": "<float|drop>",
+}
 """Fields that read their texts themselves, because a size may have a unit and an error a word, and
 what help says that they take."""
 

@@ -243,6 +243,7 @@ MemoryPolicy = Literal[
     "recompute_elementwise",
     "recompute_layers",
     "offload_activations",
+    "offload_experts",
     "offload_frozen_weights",
     "offload_optimizer_states",
     "tiled_layers",
@@ -553,6 +554,11 @@ class ChronicalsConfig:
         description="Most memory for keys and values where a run generates (the report's "
         "answers), in GB: 2, 2GB or 512MiB (default: what training's peak leaves, or what a step "
         "gives back)",
+    )
+    expert_memory: Annotated[float | None, BeforeValidator(as_gigabytes)] = Field(
+        default=None,
+        description="Memory of the card for experts with memory=[offload_experts], in GB: 8, 8GB or "
+        "8GiB; at least those of a token and two more",
     )
     generation_exact: bool = Field(
         default=False,
@@ -924,6 +930,17 @@ class ChronicalsConfig:
         Raises:
             ConfigurationError: they do not.
         """
+        offloads = "offload_experts" in (self.memory or ())
+        if offloads and self.expert_memory is None:
+            raise ConfigurationError(
+                "memory=['offload_experts']: says not how much of the card experts may take; set "
+                "expert_memory, such as 8GiB"
+            )
+        if self.expert_memory is not None and not offloads:
+            raise ConfigurationError(
+                f"expert_memory={self.expert_memory:g}: is for experts in host memory; set "
+                "memory=['auto', 'offload_experts'], or leave it out"
+            )
         if self.memory is None:
             return
         if "optimizer_in_backward" in self.memory:
@@ -990,6 +1007,11 @@ class ChronicalsConfig:
     def cache_bytes(self) -> int | None:
         """Most bytes of keys and values where the run generates; None if the run decides."""
         return None if self.cache_memory is None else round(self.cache_memory * 10**9)
+
+    @property
+    def expert_bytes(self) -> int | None:
+        """Bytes of the slots of experts; None without."""
+        return None if self.expert_memory is None else round(self.expert_memory * 10**9)
 
     @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:

@@ -125,11 +125,17 @@ class Trained:
         return Engine(self.model, self.engine_settings)
 
 
+def on_card(model: Any) -> Any:
+    """Return the model on a card, if there is one."""
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
 def load_trained(
     folder: str | Path,
     base_model: str | None = None,
     trust_remote_code: bool = False,
     load: Callable[[SavedModel, torch.dtype, bool], Any] = SavedModel.model,
+    place: Callable[[Any], Any] = on_card,
 ) -> Trained:
     """Load a model, an adapter, a checkpoint, or the folder of a whole run.
 
@@ -140,6 +146,7 @@ def load_trained(
         base_model: base model of an adapter that does not name it.
         trust_remote_code: whether to run the code of a model's repository.
         load: makes the model from the saved model, the dtype and ``trust_remote_code``.
+        place: brings the model to where it runs; by default to a card, if there is one.
 
     Raises:
         ValueError: it cannot be loaded; the message says what to do.
@@ -149,7 +156,7 @@ def load_trained(
     dtype = computing_dtype(saved.about, has_bf16)
     model = load(saved, dtype, trust_remote_code)
     tokenizer = saved.tokenizer(trust_remote_code)
-    model = model.to("cuda") if torch.cuda.is_available() else model
+    model = place(model)
     data_config = saved.about.get("taught", {})  # name of the field in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
 

@@ -18,7 +18,7 @@ Shapes: T tokens, k experts of a token, S = T · k pairs, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ class Dispatch(NamedTuple):
         tiles: int32 ``[2, n]``, expert and first place of each tile; unused tiles have expert E.
         each: k, experts of a token.
         rows: rows of a tile.
+        tokens_of_whole: T, if the pairs are only a part of those of these tokens.
     """
 
     order_S: Tensor
@@ -61,6 +62,7 @@ class Dispatch(NamedTuple):
     tiles: Tensor
     each: int
     rows: int
+    tokens_of_whole: int | None = None
 
     @property
     def experts(self) -> int:
@@ -70,7 +72,33 @@ class Dispatch(NamedTuple):
     @property
     def tokens(self) -> int:
         """The number T of tokens."""
+        if self.tokens_of_whole is not None:
+            return self.tokens_of_whole
         return len(self.order_S) // self.each
+
+    def part(self, first: int, end: int, bounds: Sequence[int]) -> Dispatch:
+        """Return the dispatch of the pairs of experts ``first`` to ``end - 1`` alone.
+
+        Experts are numbered from 0 in it, and its places begin at 0; its pairs are still those of
+        all tokens. ``places_S`` is not those of its pairs and may not be used.
+
+        Args:
+            first: the first expert.
+            end: the expert behind the last one.
+            bounds: ``self.bounds`` on the host.
+        """
+        if (first, end) == (0, self.experts):
+            return self
+        heights = [-(-(bounds[e + 1] - bounds[e]) // self.rows) for e in range(end)]
+        tile = sum(heights[:first])
+        tiles = self.tiles[:, tile : tile + sum(heights[first:])]
+        offset = torch.tensor([[first], [bounds[first]]], dtype=torch.int32)
+        return self._replace(
+            order_S=self.order_S[bounds[first] : bounds[end]],
+            bounds=self.bounds[first : end + 1] - bounds[first],
+            tiles=tiles - offset.to(tiles.device, non_blocking=True),
+            tokens_of_whole=self.tokens,
+        )
 
     def received(self) -> Tensor:
         """Return the expert among whose rows each pair is, int64 ``[T, k]``; E for none."""

@@ -74,11 +74,23 @@ def _product(
     up: Tensor | None,
     dtype: torch.dtype,
     fast: bool,
+    slots: Tensor | None,
 ) -> Tensor:
     launch = fp8_product_launch(rows, w.shape[1], x.device, 0 if up is None else up.shape[2], fast)
     to = Dispatch(order, order, bounds, tiles, each, rows)
     return launch_product(
-        launch, x, w, to, gathers, bias, u, up, scales=(x_scale, w_scale), dtype=dtype, fast=fast
+        launch,
+        x,
+        w,
+        to,
+        gathers,
+        bias,
+        u,
+        up,
+        scales=(x_scale, w_scale),
+        dtype=dtype,
+        fast=fast,
+        slots=slots,
     )
 
 
@@ -99,6 +111,7 @@ def _(
     up: Tensor | None,
     dtype: torch.dtype,
     fast: bool,
+    slots: Tensor | None,
 ) -> Tensor:
     return x.new_empty(len(order), w.shape[1], dtype=dtype)
 
@@ -112,13 +125,15 @@ def fp8_grouped_product(
     adapted: LowRankTerm | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Multiply each row with the weight of its expert.
 
     Args:
         x: e4m3 ``[S, K]`` sorted by expert, with scales ``[S, 1]``; ``[T, K]`` and ``[T, 1]`` if
             ``of_tokens``.
-        weight: e4m3 ``[E, N, K]`` with scales ``[E]``, as from ``fp8_quantize_experts``.
+        weight: e4m3 ``[E, N, K]`` with scales ``[E]``, as from ``fp8_quantize_experts``; with
+            ``slots`` matrices of any number, and the scales are those of the experts.
         to: the dispatch of the rows.
         of_tokens: gather the rows of x from tokens.
         bias: ``[E, N]``.
@@ -126,6 +141,7 @@ def fp8_grouped_product(
         dtype: dtype of the result.
         fast: keep sums in the tensor cores' accumulators, which have fewer bits than fp32, along
             all of K.
+        slots: int32 ``[E]``, the place in ``weight`` of each expert's matrix.
 
     Returns:
         ``[S, N]``.
@@ -133,7 +149,7 @@ def fp8_grouped_product(
     Raises:
         ValueError: shapes, dtypes or scales do not fit, or the card has no FP8.
     """
-    check_product(x.values, weight.values, to, of_tokens)
+    check_product(x.values, weight.values, to, of_tokens, slots)
     rows = len(x.values)
     if x.scale.shape != (rows, 1) or weight.scale.shape != (to.experts,):
         raise ValueError(
@@ -141,7 +157,8 @@ def fp8_grouped_product(
             f"[{rows}, 1] of rows and [{to.experts}] of experts"
         )
     kinds = x.values.dtype, weight.values.dtype
-    both_dense = x.values.is_contiguous() and weight.values.is_contiguous()
+    dense_weight = weight.values[0].is_contiguous() if len(weight.values) else True
+    both_dense = x.values.is_contiguous() and dense_weight
     if kinds != (torch.float8_e4m3fn,) * 2 or not both_dense:
         raise ValueError(
             f"values are {kinds[0]} and {kinds[1]}: expected torch.float8_e4m3fn, dense"
@@ -165,8 +182,8 @@ def fp8_grouped_product(
             to.rows,
             of_tokens,
         )
-        return _product(*operands, bias, u, up, dtype, fast)
-    return fp8_grouped_product_reference(x, weight, to, of_tokens, bias, adapted, dtype)
+        return _product(*operands, bias, u, up, dtype, fast, slots)
+    return fp8_grouped_product_reference(x, weight, to, of_tokens, bias, adapted, dtype, slots)
 
 
 def fp8_grouped_product_reference(
@@ -177,9 +194,11 @@ def fp8_grouped_product_reference(
     bias: Tensor | None = None,
     adapted: LowRankTerm | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Compute the product of the dequantised operands in plain torch, in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     rows = x.values.to(wide) * x.scale
-    dense = weight.values.to(wide) * weight.scale[:, None, None]
+    values = weight.values if slots is None else weight.values[slots.long().clamp(min=0)]
+    dense = values.to(wide) * weight.scale[:, None, None]
     return grouped_product_reference(rows, dense, to, of_tokens, bias, adapted).to(dtype)

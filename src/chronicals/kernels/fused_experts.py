@@ -57,6 +57,10 @@ MIN_PRODUCT_COLUMNS = 16
 class InFP8(Protocol):
     """The weights of all experts in e4m3, with one scale for each expert."""
 
+    @property
+    def column_slots(self) -> Tensor | None:
+        """Place of each expert's matrix in ``columns``, int32 ``[E]``; None: as they are numbered."""
+
     def rows(self) -> Scaled:
         """Return ``[E, N, K]``, for ``y = x Wᵀ``."""
 
@@ -79,6 +83,15 @@ class PackedStack(Protocol):
         ``transposed`` says that the values are ``[E, K, N]``.
         """
 
+    @property
+    def dense_slots(self) -> Tensor | None:
+        """Place of each expert in what a call returns, int32 ``[E]``; None: as they are numbered."""
+
+
+def of_slots(values: Tensor, slots: Tensor) -> Tensor:
+    """Return the values of experts, given those of slots; any for experts in no slot."""
+    return values[slots.long().clamp(min=0)]
+
 
 class ExpertWeights(NamedTuple):
     """The weights of one of the two products, of all experts.
@@ -90,6 +103,8 @@ class ExpertWeights(NamedTuple):
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: scale s of the adapter.
         in_fp8: used for the products instead of ``weight``, which is then read only to train it.
+        slots: int32 ``[E]``, the slot of each expert, if weight or rows of ``in_fp8``, and bias, are
+            those of slots and not of experts; -1 for experts without rows.
     """
 
     weight: Any
@@ -99,6 +114,7 @@ class ExpertWeights(NamedTuple):
     up: Tensor | None = None
     scale: float = 1.0
     in_fp8: InFP8 | None = None
+    slots: Tensor | None = None
 
     @property
     def weight_ENK(self) -> Tensor:
@@ -113,6 +129,21 @@ class ExpertWeights(NamedTuple):
             return StackIn16Bits(self.weight_ENK)
         stack: ExpertStack | None = self.weight.expert_stack(self.transposed)
         return stack
+
+    @property
+    def dense_slots(self) -> Tensor | None:
+        """The place of each expert in ``weight_ENK``; None if they are in their order."""
+        if self.weight is None or isinstance(self.weight, Tensor):
+            return self.slots
+        places: Tensor | None = self.weight.dense_slots
+        return places
+
+    @property
+    def bias_of_experts(self) -> Tensor | None:
+        """The bias ``[E, N]``, in the order of experts."""
+        if self.bias is None or self.slots is None:
+            return self.bias
+        return of_slots(self.bias, self.slots)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -150,7 +181,7 @@ class ProductInput(NamedTuple):
     in_fp8: Scaled | None = None
 
 
-def _through(
+def apply_product(
     x: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
@@ -173,9 +204,21 @@ def _through(
     if x.in_fp8 is None:
         assert x.dense is not None
         stack = StackInFP8.of_experts(*weight)
-        y = few_tokens_product(x.dense, stack, to, of_tokens, of.bias, adapted)
+        y = few_tokens_product(x.dense, stack, to, of_tokens, of.bias, adapted, of.slots)
         return y, thin, weight.scale
-    y = fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True)
+    if of.slots is not None:
+        weight = Scaled(weight.values, of_slots(weight.scale, of.slots))
+    y = fp8_grouped_product(
+        x.in_fp8,
+        weight,
+        to,
+        of_tokens,
+        of.bias_of_experts,
+        adapted,
+        dtype,
+        fast=True,
+        slots=of.slots,
+    )
     return y, thin, weight.scale
 
 
@@ -189,12 +232,13 @@ def _product(
     """
     if are_few_tokens(x, to) and x.dtype == of.weight.dtype:
         stack = of.expert_stack
-        if stack is not None:
-            return few_tokens_product(x, stack, to, of_tokens, of.bias, adapted)
-    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)
+        if stack is not None and to.tokens <= stack.most_tokens:
+            return few_tokens_product(x, stack, to, of_tokens, of.bias, adapted, of.slots)
+    bias, slots = of.bias_of_experts, of.dense_slots
+    return grouped_product(x, of.weight_ENK, to, of_tokens, bias, adapted, slots=slots)
 
 
-def _back(
+def input_gradient(
     dy: ProductInput,
     of: ExpertWeights,
     to: Dispatch,
@@ -209,7 +253,7 @@ def _back(
         of: the weights of the product.
         to: the dispatch of the rows.
         of_tokens: gather the rows of dy from tokens.
-        scale: the weight's scales from ``_through``, in FP8.
+        scale: the weight's scales from ``apply_product``, in FP8.
         dtype: dtype of the gradient, in FP8.
     """
     thin = adapted = None
@@ -219,11 +263,17 @@ def _back(
         adapted = LowRankTerm(thin, of.down.mT)
     if of.in_fp8 is None:
         assert dy.dense is not None
-        return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
+        weight = of.weight_ENK.mT
+        slots = of.dense_slots
+        d_x = grouped_product(dy.dense, weight, to, of_tokens, adapted=adapted, slots=slots)
+        return d_x, thin
     assert dy.in_fp8 is not None and scale is not None
-    return fp8_grouped_product(
-        dy.in_fp8, of.in_fp8.columns(scale), to, of_tokens, adapted=adapted, dtype=dtype
-    ), thin
+    columns = of.in_fp8.columns(scale)
+    slots = of.in_fp8.column_slots
+    d_x = fp8_grouped_product(
+        dy.in_fp8, columns, to, of_tokens, adapted=adapted, dtype=dtype, slots=slots
+    )
+    return d_x, thin
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
@@ -274,11 +324,11 @@ class _FusedExperts(torch.autograd.Function):
         second = settings.second.with_tensors(w2, b2, a2, u2)
         in_fp8 = first.in_fp8 is not None and not are_few_tokens(x, to)
         of_x = ProductInput(x, fp8_quantize(x, "row")[0] if in_fp8 else None)
-        h, thin, of_first = _through(of_x, first, to, True, x.dtype)
+        h, thin, of_first = apply_product(of_x, first, to, True, x.dtype)
         del of_x  # in FP8 it holds a copy of x
         dense = not in_fp8 or a2 is not None
         unit = ProductInput(*expert_glu(h, settings.gate, dense, in_fp8))
-        z, _, of_second = _through(unit, second, to, False, x.dtype)
+        z, _, of_second = apply_product(unit, second, to, False, x.dtype)
         ctx.kept = settings
         ctx.sizes = (to.each, to.rows)
         read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
@@ -335,7 +385,7 @@ class _FusedExperts(torch.autograd.Function):
         )
         dy = dy.contiguous()
         of_dy = ProductInput(dy, None if second.in_fp8 is None else fp8_quantize(dy, "row")[0])
-        g, thin_dy = _back(of_dy, second, to, True, of_second, dy.dtype)
+        g, thin_dy = input_gradient(of_dy, second, to, True, of_second, dy.dtype)
         del of_dy  # in FP8 it holds a copy of dy
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
@@ -365,7 +415,7 @@ class _FusedExperts(torch.autograd.Function):
                 of_tokens.scatter_add_(1, experts, shares.to(dy.dtype))
                 gradients["b2"] = product(of_tokens.t(), dy, b2.dtype)
         gradients["shares"] = d_shares.view_as(shares).to(shares.dtype)
-        d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
+        d_x, thin_dh = input_gradient(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
                 gradients["w1"] = _of_weight(gradient, x, first, to, GATHER_SECOND)

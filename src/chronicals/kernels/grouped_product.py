@@ -147,6 +147,8 @@ def _product_kernel(
     order_ptr,
     bounds_ptr,
     tiles_ptr,
+    # read: the place of each expert's matrix in w, may be None
+    slots_ptr,
     # sizes: tiles, N, K, experts of a token
     tiles,
     width,
@@ -168,6 +170,7 @@ def _product_kernel(
     experts,
     # options; RANK is 0 without an adapter
     GATHERS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr,
     HELD: tl.constexpr,
@@ -201,6 +204,7 @@ def _product_kernel(
         if expert < experts:
             first = tl.load(tiles_ptr + tiles + tile)
             end = tl.load(bounds_ptr + expert + 1)
+            slot = tl.load(slots_ptr + expert) if HAS_SLOTS else expert
             row = first + tl.arange(0, ROWS)
             # Rows beyond the expert's end repeat its last one and are not stored.
             taken = tl.minimum(row, end - 1)
@@ -209,7 +213,7 @@ def _product_kernel(
             k = tl.arange(0, DEPTH)
             x_at = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
             w_at = (
-                w_ptr + expert.to(tl.int64) * w_stride_e + column.to(tl.int64)[None, :] * w_stride_n
+                w_ptr + slot.to(tl.int64) * w_stride_e + column.to(tl.int64)[None, :] * w_stride_n
             )
             w_at += k[:, None] * w_stride_k
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -221,9 +225,9 @@ def _product_kernel(
                 else:
                     x = tl.load(x_at, mask=(step + k < depth)[None, :], other=0.0)
                 if BOXES // 2 == 1:
-                    w = w_box.load([expert, block * COLUMNS, step]).reshape(COLUMNS, DEPTH).T
+                    w = w_box.load([slot, block * COLUMNS, step]).reshape(COLUMNS, DEPTH).T
                 elif BOXES // 2 == 2:
-                    w = w_box.load([expert, step, block * COLUMNS]).reshape(DEPTH, COLUMNS)
+                    w = w_box.load([slot, step, block * COLUMNS]).reshape(DEPTH, COLUMNS)
                 elif WHOLE_DEPTH and WHOLE_COLUMNS:
                     w = tl.load(w_at)
                 else:
@@ -538,6 +542,7 @@ def _product(
     u: Tensor | None,
     up: Tensor | None,
     factor: float,
+    slots: Tensor | None,
 ) -> Tensor:
     launch = product_launch(rows, w.shape[1], x.device, 0 if up is None else up.shape[2])
     return launch_product(
@@ -550,6 +555,7 @@ def _product(
         u,
         up,
         factor,
+        slots=slots,
     )
 
 
@@ -567,6 +573,7 @@ def _(
     u: Tensor | None,
     up: Tensor | None,
     factor: float,
+    slots: Tensor | None,
 ) -> Tensor:
     return x.new_empty(len(order), w.shape[1])
 
@@ -584,6 +591,7 @@ def launch_product(
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     fast: bool = True,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Compute the first product with a given launch.
 
@@ -612,6 +620,7 @@ def launch_product(
         to.order_S,
         to.bounds,
         to.tiles,
+        slots,
         most,
         width,
         depth,
@@ -625,6 +634,7 @@ def launch_product(
         factor,
         to.experts,
         gathers,
+        slots is not None,
         bias is not None,
         rank,
         held_columns(rank, x.device),
@@ -742,17 +752,20 @@ def grouped_product(
     bias: Tensor | None = None,
     adapted: LowRankTerm | None = None,
     factor: float = 1.0,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Multiply each row with the weight of its expert.
 
     Args:
         x: ``[S, K]`` sorted by expert, or ``[T, K]`` if ``of_tokens``.
-        weight: ``[E, N, K]`` with stride 1 along N or K.
+        weight: ``[E, N, K]`` with stride 1 along N or K; with ``slots`` matrices of any number.
         to: the dispatch of the rows.
         of_tokens: gather the rows of x from tokens.
         bias: ``[E, N]``.
         adapted: the adapter's part, added to the result.
         factor: factor c of the product ``x Wᵀ`` alone.
+        slots: int32 ``[E]``, the place in ``weight`` of each expert's matrix; those of experts
+            without rows are not read.
 
     Returns:
         ``[S, N]`` in the dtype of x.
@@ -760,7 +773,7 @@ def grouped_product(
     Raises:
         ValueError: shapes do not fit.
     """
-    check_product(x, weight, to, of_tokens)
+    check_product(x, weight, to, of_tokens, slots)
     u, up = (None, None) if adapted is None else adapted
     others = [tensor for tensor in (bias, u) if tensor is not None]
     dense = (
@@ -780,8 +793,9 @@ def grouped_product(
             u,
             up,
             factor,
+            slots,
         )
-    return grouped_product_reference(x, weight, to, of_tokens, bias, adapted, factor)
+    return grouped_product_reference(x, weight, to, of_tokens, bias, adapted, factor, slots)
 
 
 def grouped_weight_gradient(
@@ -809,19 +823,23 @@ def grouped_weight_gradient(
     return grouped_weight_gradient_reference(a, b, to, of_tokens, factor, dtype)
 
 
-def check_product(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+def check_product(
+    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool, slots: Tensor | None = None
+) -> None:
     """Raise ValueError unless the shapes of a grouped product's operands fit each other."""
-    rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
+    rows = to.tokens if of_tokens else len(to.order_S)
     if (
         x.ndim != 2
         or weight.ndim != 3
         or x.shape != (rows, weight.shape[2])
-        or len(weight) != to.experts
+        or len(weight if slots is None else slots) != to.experts
     ):
         raise ValueError(
             f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [{rows}, K] and "
             f"[{to.experts}, N, K]"
         )
+    if slots is not None and slots.dtype != torch.int32:
+        raise ValueError(f"slots are {slots.dtype}: expected torch.int32")
 
 
 def grouped_product_reference(
@@ -832,16 +850,18 @@ def grouped_product_reference(
     bias: Tensor | None = None,
     adapted: LowRankTerm | None = None,
     factor: float = 1.0,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""
     bounds = to.bounds.tolist()
+    places = range(to.experts) if slots is None else slots.tolist()
     rows = x[to.order_S.long() // to.each] if of_tokens else x
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(len(rows), weight.shape[1])
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
         if begin == end:
             continue
-        total = factor * (rows[begin:end].to(wide) @ weight[expert].to(wide).t())
+        total = factor * (rows[begin:end].to(wide) @ weight[places[expert]].to(wide).t())
         if adapted is not None:
             total += adapted.u_SR[begin:end].to(wide) @ adapted.up_ENR[expert].to(wide).t()
         y[begin:end] = total if bias is None else total + bias[expert]

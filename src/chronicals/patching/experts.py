@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
+from chronicals.kernels.streamed_experts import Adapter, streamed_experts
 from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
+from chronicals.moe.offload.module import source_of
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.fp8_experts import IN_FP8
 from chronicals.patching.fused_weights import say_once
@@ -135,6 +137,13 @@ def _compute(
         stacks: weights by name, in place of the module's own.
     """
     adapters = factors or {}
+    source = source_of(stacks)
+    if source is not None:
+        of_first, of_second = (_adapter(adapters.get(name)) for name in _PRODUCTS)
+        rows = x.to(source.dtype)
+        gate = gate_of(module)
+        y = streamed_experts(rows, experts, shares, source, of_first, of_second, gate)
+        return y.to(x.dtype)
     formats: dict[str, FP8Experts] = {}
     if stacks is None:
         formats = vars(module).get(IN_FP8, {})
@@ -159,6 +168,13 @@ def _compute(
     first, second = products
     rows = x.to(first.weight.dtype)
     return fused_experts(rows, experts, shares, first, second, gate_of(module)).to(x.dtype)
+
+
+def _adapter(factors: Factors | None) -> Adapter | None:
+    """Return an adapter as streamed experts take it."""
+    if factors is None:
+        return None
+    return Adapter(factors.down_ERK, factors.up_ENR.contiguous(), factors.scale)
 
 
 def _forward(
@@ -198,6 +214,12 @@ def _forward(
     if not needs_class and not uncalled.changed(module):
         experts, shares = (*routed, *named.values())
         return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
+    if source_of(stacks) is not None:
+        raise ValueError(
+            f"the experts of {type(module).__name__} are streamed from host memory, and only its "
+            "products compute them: not under autocast (mixed_precision='fp16'), nor with experts "
+            "on several ranks or functions of the class replaced"
+        )
     device = None
     if stacks is None:
         formats: dict[str, FP8Experts] = vars(module).get(IN_FP8, {})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.policies.facts import Facts, trains_layers
 
 GATHERED = "weights are gathered for each layer"
+STREAMED = "streamed experts"
 SHARED_PACKS = "processes that share packs exchange heads within each layer"
 
 
@@ -44,9 +46,16 @@ EXCLUSIONS: list[Exclusion] = [
         "updates a weight before the gradients of {facts.ranks} processes are added up; leave it "
         "out",
     ),
+    Exclusion("use_cuda_graphs", STREAMED, "the host looks which experts tokens chose"),
+    Exclusion("use_torch_compile", STREAMED, "the host looks which experts tokens chose"),
     Exclusion("tiled_mlp", "tiled_layers", "layers in tiles tile their MLPs, too; leave it out"),
     Exclusion("tiled_layers", "divided weights", f"{GATHERED}; take recompute_layers"),
     Exclusion("divided weights", "use_fp8", "use_fp8=True quantises weights that are whole"),
+    Exclusion(
+        "divided weights",
+        STREAMED,
+        "experts in host memory are whole: leave memory=['offload_experts'] out",
+    ),
     Exclusion(
         "divided weights",
         "offload_frozen_weights",
@@ -68,6 +77,11 @@ EXCLUSIONS: list[Exclusion] = [
 fields exclude each other whatever the model and the machine, ``ChronicalsConfig.check`` refuses."""
 
 
+def streams_experts(model: Any) -> bool:
+    """Return whether experts of the model are in host memory and come when tokens chose them."""
+    return next(streamed_experts_of(model), None) is not None
+
+
 def conditions(facts: Facts) -> set[str]:
     """Return the conditions of the table that hold: facts that exclude as policies do."""
     holds = {
@@ -76,6 +90,7 @@ def conditions(facts: Facts) -> set[str]:
         "divided trained weights": facts.divides_weights and trains_layers(facts.model),
         "fused layers": facts.unfused is None,
         "several processes": facts.ranks > 1,
+        STREAMED: "offload_experts" in facts.config.memory_policies or streams_experts(facts.model),
     }
     return {name for name, held in holds.items() if held}
 

@@ -379,6 +379,7 @@ _LOG_ORDER = (
     "tiled_layers",
     "tiled_mlp",
     "offload_frozen_weights",
+    "offload_experts",
     "sharding",
     "reduce_in_backward",
     "optimizer_in_backward",

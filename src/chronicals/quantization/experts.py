@@ -54,6 +54,10 @@ class Stack:
         """Dtype of the dequantised values."""
         return self.base.dtype
 
+    @property
+    def dense_slots(self) -> None:
+        """None: the experts are in their order."""
+
     def __call__(self) -> Tensor:
         """Return the values; they are valid until another weight of this shape is dequantised."""
         return _in_shape(self.base.filled(), self.shape, self.transposed)
@@ -280,7 +284,9 @@ def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mappin
 
     They stay in memory for the backward pass.
     """
-    dense = {name: x.dense() if isinstance(x, Stack) else x for name, x in stacks.items()}
+    dense: dict[str, Any] = {
+        name: x if x is None or isinstance(x, Tensor) else x.dense() for name, x in stacks.items()
+    }
     return functional_call(inner, dense, inputs, dict(named))
 
 

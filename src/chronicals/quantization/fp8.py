@@ -157,6 +157,9 @@ class FP8Experts:
     layout = "both"
     """Layouts that are kept of a frozen weight, by the names that the products use."""
 
+    column_slots: Tensor | None = None
+    """The columns are in the order of experts."""
+
     def __init__(self, weight: Tensor, transposed: bool, device: torch.device):
         self.weight = weight
         self.transposed = transposed

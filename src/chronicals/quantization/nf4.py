@@ -213,6 +213,15 @@ class Packed(PackedWeight):
         whole = self.block * (self.scales.block2 if self.scales.nested else 1)
         return rows % count == 0 and rows // count * width % whole == 0
 
+    def by_expert(self, count: int) -> tuple[Self, dict[str, Tensor]]:
+        """Return the tensors of each expert.
+
+        Where a block of nested scales belongs to two experts, they are the plain fp32 scales.
+        """
+        if self.divides(count) or not self.scales.nested:
+            return super().by_expert(count)
+        return replace(self, scales=Scales(self.scales.plain())).by_expert(count)
+
     @property
     def label(self) -> str:
         """Name of the format for logs."""

@@ -385,6 +385,31 @@ class PackedWeight(ABC):
         present = {name: tensors[name] for name in self.DIVIDED}
         return {name: tensor.view(-1) for name, tensor in present.items() if tensor is not None}
 
+    # Experts of a stacked weight.
+
+    def by_expert(self, count: int) -> tuple[Self, dict[str, Tensor]]:
+        """Return the tensors of each of the ``count`` experts of a weight ``[E · N, K]``.
+
+        Returns:
+            A weight of the same format whose tensors that experts share are right, and by name the
+            others, ``[E, n]``, which belong to the weight of one expert, ``[N, K]``.
+
+        Raises:
+            ValueError: a tensor belongs to parts of two experts.
+        """
+        rows, width = self.shape
+        if not self.divides(count):
+            raise ValueError(
+                f"{self.label}: experts of {rows // count} x {width} values share a block of scales"
+            )
+        tensors = {name: self.tensors[name] for name in self.DIVIDED}
+        divided = {
+            name: tensor.detach().reshape(count, -1)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return self, divided
+
     # Files.
 
     @property

@@ -26,10 +26,15 @@ from chronicals.models import check_positions, count_values, embedding_table, re
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
+from chronicals.policies.expert_offload import (
+    OFFLOAD_EXPERTS,
+    hold_experts_as_asked,
+    open_experts_as_asked,
+)
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.sharding import with_sharding
 from chronicals.rewards import Rewards
-from chronicals.training.adapters import with_token_ids
+from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns.frozen import with_frozen_columns
 from chronicals.training.columns.start_columns import StartColumns
 from chronicals.training.errors import CheckpointError, TrainingError
@@ -115,11 +120,15 @@ class ChronicalsTrainer:
         self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir
         check_class(model)
+        if OFFLOAD_EXPERTS.asked(self.config):
+            quantise_as_asked(model, self.config)  # records keep the format that experts have
+        hold_experts_as_asked(model, self.config, self.ranks)
         self.config = with_sharding(self.config, model, self.ranks)
         self.device = one_device(
             model, self.ranks, self.config.sharding == DIVIDE_WEIGHTS and self.ranks.count > 1
         )
         self.config = fit_precision(self.config, self.device)
+        open_experts_as_asked(model, self.config, self.device)
         self.objective = build_objective(self.config)
         self.callbacks: list[Callback] = []
         if self.ranks.writer:

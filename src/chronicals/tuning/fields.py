@@ -112,6 +112,7 @@ OF_THE_STUDY = frozenset(
         "reward_timeout",
         "gpu_memory",
         "cache_memory",
+        "expert_memory",
         "generation_exact",
         "check_memory",
         "dataset_num_proc",

@@ -45,6 +45,7 @@ from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.objectives.registry import BESIDE
 from chronicals.patching import experts_in_fp8, layers_in_fp8
+from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
 from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns.frozen import with_frozen_columns
@@ -237,6 +238,11 @@ def _verify(
     why_not = objective.why_not_defined()
     if why_not is not None:
         raise ConfigurationError(f"objective={config.objective!r}: {why_not}")
+    if OFFLOAD_EXPERTS.asked(config):
+        raise ConfigurationError(
+            f"{OFFLOAD_EXPERTS.setting}: verify compares with weights in fp32, which experts in host "
+            "memory do not have; leave it out here (it changes no bit of a run)"
+        )
     device = one_device(model, Mesh())
     config = fit_precision(config, device)
     if config.resize_embeddings:

@@ -1,0 +1,81 @@
+"""Routes of decode steps of which a known share of the experts is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOT = 8
+"""Experts of a layer that a forced route takes again and again: so few that the slots keep them."""
+
+
+def routes(layers: int, experts: int, each: int, missing: float, steps: int) -> Tensor:
+    """Return the experts of each step and layer, int64 ``[steps, layers, k]``.
+
+    Args:
+        layers, experts, each: numbers of layers, of experts, and of experts of a token.
+        missing: share of the experts of a token that are taken in turn, the others are ``HOT``.
+        steps: number of steps.
+    """
+    hot = min(HOT, experts // 4)
+    cold = experts - hot
+    table = torch.empty(steps, layers, each, dtype=torch.int64)
+    taken = [0] * layers
+    warm = [0] * layers
+    share = missing * each
+    for number in range(steps * layers):
+        step, layer = divmod(number, layers)
+        cold_ones = int(share * (number + 1)) - int(share * number)
+        chosen = []
+        for _ in range(cold_ones):
+            chosen.append(hot + taken[layer] % cold)
+            taken[layer] += 1
+        for _ in range(each - cold_ones):
+            chosen.append(warm[layer] % hot)
+            warm[layer] += 1
+        table[step, layer] = torch.tensor(chosen)
+    return table
+
+
+class ForcedRoutes:
+    """Routes that a decode step takes, whatever the hidden states are.
+
+    Of the experts of a layer ``HOT`` are taken again and again, the others in turn, so that they left
+    their slots before their next turn. Rows of one pass take the same experts: an engine may pad
+    its rows. Passes of prompts keep the routes of the router.
+
+    Args:
+        model: the model, whose gates are replaced.
+        missing: share of the experts of a token that are not in slots.
+        device: of the model.
+        steps: steps before the routes begin anew.
+    """
+
+    MOST_ROWS = 64
+    """Rows of a decode step."""
+
+    def __init__(self, model: Any, missing: float, device: str, steps: int = 512):
+        config = model.config
+        gates = [layer.mlp.gate for layer in model.model.layers]
+        table = routes(len(gates), config.num_experts, config.num_experts_per_tok, missing, steps)
+        self.table_NLk = table.to(device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.experts = config.num_experts
+        for number, gate in enumerate(gates):
+            gate.forward = partial(self.route, number, gate.forward, number == len(gates) - 1)
+
+    def route(self, layer: int, own: Callable[..., Any], is_last: bool, x: Tensor) -> Any:
+        """Return logits, shares and experts of the rows, as the class's router does."""
+        rows = x.shape[:-1].numel()
+        if rows > self.MOST_ROWS:
+            return own(x)
+        chosen = self.table_NLk[self.position % len(self.table_NLk), layer].expand(rows, -1)
+        shares = torch.full(chosen.shape, 1 / chosen.shape[1], dtype=x.dtype, device=x.device)
+        logits = torch.zeros(rows, self.experts, dtype=x.dtype, device=x.device)
+        if is_last:
+            self.position += 1
+        return logits, shares, chosen.contiguous()

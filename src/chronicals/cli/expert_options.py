@@ -1,0 +1,55 @@
+"""Options of commands that run a model: its experts in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+OffloadExperts = Annotated[
+    bool,
+    typer.Option(
+        "--offload-experts",
+        help="Keep a mixture's experts in host memory, and those that tokens choose on the card",
+    ),
+]
+ExpertMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory of the card for --offload-experts, GB or with a unit as 8GiB"
+    ),
+]
+
+
+def placing(
+    offload_experts: bool, expert_memory: str | None, io: Path | None = None
+) -> Callable[[Any], Any]:
+    """Return a function that brings a loaded model to where it runs.
+
+    Args:
+        offload_experts: keep its experts in host memory.
+        expert_memory: memory of the card for them.
+        io: file for a line an event.
+
+    Raises:
+        ValueError: one of the two is given without the other.
+    """
+    from chronicals.config import ChronicalsConfig
+    from chronicals.generation.answer import on_card
+    from chronicals.patching.expert_offload import offload
+
+    if not offload_experts:
+        if expert_memory is not None:
+            raise ValueError(
+                f"expert_memory={expert_memory}: has no effect without --offload-experts"
+            )
+        return on_card
+    if expert_memory is None:
+        raise ValueError("offload_experts: give --expert-memory, such as 8GiB")
+    memory: dict[str, Any] = {"memory": ["offload_experts"], "expert_memory": expert_memory}
+    size = ChronicalsConfig(**memory).expert_bytes
+    assert size is not None
+    return partial(offload, vram=size, io=io)

@@ -1,0 +1,326 @@
+"""The frozen experts of a layer as one differentiable function, whose weights come in waves.
+
+It computes what ``fused_experts`` does, to the bit, of weights that are not all on the device at
+once:
+
+    for each wave of experts e₀ … e₁ − 1:     their rows of h = up(x), unit(h) and z = down(unit)
+    y_t = Σ_j p_tj · z of expert e_tj         in the order of ranks j, when all waves are done
+
+Each row goes through the same products in the same order as if all weights were there, and the rows
+of an expert are never divided. The backward pass asks for the waves again; adapters of experts are
+on the device as a whole and learn, weights and biases do not. The host looks at the number of rows
+of each expert once in a forward pass, and never in a backward pass. The kernels are those of
+``fused_experts``, which reads records in place through ``slots``.
+
+Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.expert_combine import expert_combine
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
+from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
+from chronicals.kernels.few_tokens_product import are_few_tokens
+from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.fused_experts import (
+    ExpertWeights,
+    ProductInput,
+    apply_product,
+    input_gradient,
+)
+from chronicals.kernels.grouped_product import (
+    GATHER_FIRST,
+    GATHER_SECOND,
+    grouped_product,
+    grouped_weight_gradient,
+)
+from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.products import product
+
+
+class Wave(NamedTuple):
+    """Experts of consecutive numbers, of which those with rows are on the device.
+
+    Attributes:
+        first: the first expert.
+        end: the expert behind the last one.
+        gate_up: weights of the first product, of these experts.
+        down: weights of the second product.
+    """
+
+    first: int
+    end: int
+    gate_up: ExpertWeights
+    down: ExpertWeights
+
+
+class ExpertSource(Protocol):
+    """The weights of a layer's experts."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sizes E, D and F."""
+
+    @property
+    def in_fp8(self) -> bool:
+        """True if the products run in FP8."""
+
+    def look(self, bounds: Tensor, x: Tensor) -> list[int]:
+        """Return ``Dispatch.bounds`` on the host, the one time that it waits for the device.
+
+        ``x`` ``[T, D]`` is the input of the experts.
+        """
+
+    def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
+        """Yield waves in the order of experts, which together are all experts with rows.
+
+        The weights of a wave are valid until the next one is asked for.
+        """
+
+
+class Adapter(NamedTuple):
+    """Matrices of an adapter of one of the two products, A ``[E, R, K]`` and B ``[E, N, R]``."""
+
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 1.0
+
+    def beside(self, weights: ExpertWeights, wave: Wave) -> ExpertWeights:
+        """Return weights with the adapter's matrices of the experts of a wave."""
+        if self.down is None or self.up is None:
+            return weights
+        within = slice(wave.first, wave.end)
+        return weights._replace(down=self.down[within], up=self.up[within], scale=self.scale)
+
+
+class _Settings(NamedTuple):
+    """Arguments of the function that are not differentiated."""
+
+    source: ExpertSource
+    gate: Gate
+    scales: tuple[float, float]
+
+
+class _Rows(NamedTuple):
+    """The pairs of a wave.
+
+    Attributes:
+        within: its experts.
+        at: places of its pairs among those of all experts.
+        to: the dispatch of its pairs.
+        up, down: weights of its products, with the adapters' matrices of its experts.
+    """
+
+    within: slice
+    at: slice
+    to: Dispatch
+    up: ExpertWeights
+    down: ExpertWeights
+
+    @classmethod
+    def of(
+        cls, wave: Wave, to: Dispatch, bounds: Sequence[int], first: Adapter, second: Adapter
+    ) -> _Rows:
+        return cls(
+            slice(wave.first, wave.end),
+            slice(bounds[wave.first], bounds[wave.end]),
+            to.part(wave.first, wave.end, bounds),
+            first.beside(wave.gate_up, wave),
+            second.beside(wave.down, wave),
+        )
+
+
+def _quantised(x: Tensor, in_fp8: bool) -> ProductInput:
+    return ProductInput(x, fp8_quantize(x, "row")[0] if in_fp8 else None)
+
+
+class _StreamedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shares: Tensor,
+        a1: Tensor | None,
+        u1: Tensor | None,
+        a2: Tensor | None,
+        u2: Tensor | None,
+        experts: Tensor,
+        settings: _Settings,
+    ) -> Tensor:
+        source, gate, scales = settings
+        adapters = Adapter(a1, u1, scales[0]), Adapter(a2, u2, scales[1])
+        count, width, inner = source.sizes
+        to = dispatch_to_experts(experts, count)
+        bounds = source.look(to.bounds, x)
+        pairs = len(to.order_S)
+        keeps = any(ctx.needs_input_grad[:6])
+        h = x.new_empty(pairs, 2 * inner) if keeps else None
+        thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
+        z = x.new_empty(pairs, width)
+        # Few tokens are multiplied by weights in FP8 without being quantised themselves.
+        in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
+        of_x = _quantised(x, in_fp8)
+        dense = not in_fp8 or a2 is not None
+        for wave in source.waves(bounds):
+            rows = _Rows.of(wave, to, bounds, *adapters)
+            of_rows, thin_rows, _ = apply_product(of_x, rows.up, rows.to, True, x.dtype)
+            unit = ProductInput(*expert_glu(of_rows, gate, dense, in_fp8))
+            z[rows.at] = apply_product(unit, rows.down, rows.to, False, x.dtype)[0]
+            if h is not None:
+                h[rows.at] = of_rows
+            if thin is not None and thin_rows is not None:
+                thin[rows.at] = thin_rows
+        ctx.kept = settings
+        ctx.bounds = bounds
+        ctx.sizes = to.each, to.rows
+        if keeps:
+            read = x if ctx.needs_input_grad[2] else None
+            ctx.save_for_backward(read, shares, h, thin, a1, u1, a2, u2, experts, *to[:4])
+        return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, shares, h, thin, a1, u1, a2, u2, experts, *placed = ctx.saved_tensors
+        source, gate, scales = ctx.kept
+        adapters = Adapter(a1, u1, scales[0]), Adapter(a2, u2, scales[1])
+        to = Dispatch(*placed, *ctx.sizes)
+        names = ("x", "shares", "a1", "u1", "a2", "u2")
+        wanted = dict(zip(names, ctx.needs_input_grad))
+        gradients = {
+            name: torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+            for name, matrix in zip(names[2:], (a1, u1, a2, u2))
+            if matrix is not None and wanted[name]
+        }
+        dy = dy.contiguous()
+        of_dy = _quantised(dy, source.in_fp8)
+        flat = shares.reshape(-1)
+        d_shares = torch.zeros(
+            len(flat), dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device
+        )
+        d_rows = dy.new_empty(len(to.order_S), dy.shape[1])
+        biases: Tensor | None = None
+        has_unit = "a2" in gradients or "u2" in gradients
+        dense = not source.in_fp8 or a1 is not None
+        for wave in source.waves(ctx.bounds, backward=True):
+            rows = _Rows.of(wave, to, ctx.bounds, *adapters)
+            g, thin_dy = input_gradient(
+                of_dy, rows.down, rows.to, True, _scale_of(rows.down), dy.dtype
+            )
+            pairs = rows.to.order_S.long()
+            here = torch.arange(len(pairs), dtype=torch.int32, device=dy.device)
+            gradient, scaled, unit, d_of_rows = expert_glu_gradient(
+                g, h[rows.at], flat[pairs], here, gate, has_unit, dense, source.in_fp8
+            )
+            d_shares[pairs] = d_of_rows
+            if unit is not None and thin_dy is not None:
+                _put_of_second(gradients, rows, dy, thin_dy, unit)
+            bias = rows.down.bias_of_experts
+            if bias is not None:
+                if biases is None:
+                    biases = dy.new_zeros(to.experts, dy.shape[1])
+                biases[rows.within] = bias
+            d_h = ProductInput(gradient, scaled)
+            d_rows[rows.at], thin_dh = input_gradient(
+                d_h, rows.up, rows.to, False, _scale_of(rows.up), dy.dtype
+            )
+            if gradient is not None and thin_dh is not None:
+                thin_rows = None if thin is None else thin[rows.at]
+                _put_of_first(gradients, rows, gradient, thin_dh, x, thin_rows)
+        d_shares = d_shares.view_as(shares)
+        if biases is not None:
+            # Of all experts in one product, as ``fused_experts`` does.
+            d_shares = d_shares + product(dy, biases.t(), d_shares.dtype).gather(1, experts)
+        gradients["shares"] = d_shares.to(shares.dtype)
+        if wanted["x"]:
+            gradients["x"] = expert_combine(d_rows, to.places_S, to.each)
+        found = [gradients.get(name) if needed else None for name, needed in wanted.items()]
+        return *found, None, None
+
+
+def _scale_of(weights: ExpertWeights) -> Tensor | None:
+    """Return the scales of weights in FP8, else None."""
+    return None if weights.in_fp8 is None else weights.in_fp8.rows().scale
+
+
+def _put_of_second(
+    gradients: dict[str, Tensor], rows: _Rows, dy: Tensor, thin_dy: Tensor, unit: Tensor
+) -> None:
+    """Put a wave's gradients of the second adapter where those of its experts are."""
+    down = rows.down.down
+    assert down is not None
+    if "a2" in gradients:
+        gradients["a2"][rows.within] = grouped_weight_gradient(
+            thin_dy, unit, rows.to, dtype=down.dtype
+        )
+    if "u2" in gradients:
+        thin_unit = grouped_product(unit, down, rows.to, factor=rows.down.scale)
+        gradients["u2"][rows.within] = grouped_weight_gradient(
+            dy, thin_unit, rows.to, GATHER_FIRST, dtype=down.dtype
+        )
+
+
+def _put_of_first(
+    gradients: dict[str, Tensor],
+    rows: _Rows,
+    d_h: Tensor,
+    thin_dh: Tensor,
+    x: Tensor | None,
+    thin: Tensor | None,
+) -> None:
+    """Put a wave's gradients of the first adapter where those of its experts are."""
+    if "a1" in gradients and x is not None:
+        gradients["a1"][rows.within] = grouped_weight_gradient(
+            thin_dh, x, rows.to, GATHER_SECOND, dtype=d_h.dtype
+        )
+    if "u1" in gradients and thin is not None:
+        gradients["u1"][rows.within] = grouped_weight_gradient(d_h, thin, rows.to, dtype=d_h.dtype)
+
+
+def streamed_experts(
+    x: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    source: ExpertSource,
+    first: Adapter | None = None,
+    second: Adapter | None = None,
+    gate: Gate | None = None,
+) -> Tensor:
+    """Run each token through its experts, whose weights come in waves, as ``fused_experts`` does.
+
+    Differentiable in x, the shares and the matrices of both adapters.
+
+    Args:
+        x: ``[T, D]``, in the dtype of the weights.
+        experts: int64 ``[T, k]``, below E.
+        shares: ``[T, k]``, factors of the experts' outputs; any dtype.
+        source: the weights.
+        first: adapter of gate and up.
+        second: adapter of down.
+        gate: the gated unit; SwiGLU by default.
+
+    Returns:
+        ``[T, D]`` in the dtype of x.
+
+    Raises:
+        ValueError: shapes do not fit each other.
+    """
+    width = source.sizes[1]
+    if x.ndim != 2 or x.shape[1] != width or experts.shape != shares.shape:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, experts {tuple(experts.shape)}, shares "
+            f"{tuple(shares.shape)}: expected [T, {width}], [T, k] and [T, k]"
+        )
+    one, two = first or Adapter(), second or Adapter()
+    settings = _Settings(source, gate or Gate(), (one.scale, two.scale))
+    y: Tensor = _StreamedExperts.apply(
+        x.contiguous(), shares, one.down, one.up, two.down, two.up, experts, settings
+    )
+    return y

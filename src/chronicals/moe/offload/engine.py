@@ -1,0 +1,376 @@
+"""The engine: records of all experts in host memory, slots on the device, and what moves between.
+
+A pass over a layer takes its chosen experts in the order of their numbers, in waves. While products
+of one wave run, the missing experts of the next are copied; behind the last wave come those that a
+predictor expects in the next layer. A wave waits for the copies of its own experts alone.
+
+    slots S:    the experts of a wave, of the next wave, and what the eviction policy keeps
+    waves:      at most ``WAVE_LOADS`` missing experts, and at most half the slots
+
+Neither budget, policy, predictor nor order changes a result: every expert's rows go through the
+same products of the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.host_memory import sent
+from chronicals.moe.offload.copies import CopyEngine
+from chronicals.moe.offload.errors import record_error
+from chronicals.moe.offload.events import EventLog, LayerCounts
+from chronicals.moe.offload.eviction import EvictionPolicy, Expert
+from chronicals.moe.offload.prediction import Predictor
+from chronicals.moe.offload.slab import HostSlab
+from chronicals.quantization.expert_records import InMemory, RecordLayout, StackFormat
+
+WAVE_LOADS = 16
+"""Missing experts of a wave, at most.
+
+Fewer overlap better with copies; more have fewer launches: 16 of Qwen3-30B-A3B in 16 bits are 151
+MB, 2.7 ms of a bus of 55 GB/s.
+"""
+
+SPARE_SLOTS = 2
+"""Slots beside the k experts of a token, at least: for copies beside its products."""
+
+
+@dataclass(frozen=True)
+class LayerRecords:
+    """The experts of a layer.
+
+    Attributes:
+        path: path of their module in the model.
+        formats: of its weights and biases, by name.
+        layout: of its records.
+        first: number of the first expert's record in the slab.
+        each: k, experts of a token.
+    """
+
+    path: str
+    formats: Mapping[str, StackFormat]
+    layout: RecordLayout
+    first: int
+    each: int
+
+    @property
+    def count(self) -> int:
+        """The number E of experts."""
+        return next(iter(self.formats.values())).count
+
+
+def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
+    """Return the bytes of a slot: of the largest record."""
+    return max(layer.layout.bytes for layer in layers)
+
+
+def least_slots_of(layers: Sequence[LayerRecords]) -> int:
+    """Return the slots that are needed: the k experts of a token and ``SPARE_SLOTS`` more."""
+    return max(layer.each for layer in layers) + SPARE_SLOTS
+
+
+class ExpertEngine:
+    """The experts of a model.
+
+    Args:
+        layers: its layers with experts, in their order.
+        slab: their records.
+
+    Attributes:
+        slots: number of slots; 0 before ``open``.
+        device: device of the slots; None before ``open``.
+        log: counts and lines.
+        is_closed: True once the records are gone.
+    """
+
+    def __init__(self, layers: Sequence[LayerRecords], slab: HostSlab):
+        self.layers = list(layers)
+        self.slab = slab
+        self.slots = 0
+        self.device: torch.device | None = None
+        self.is_closed = False
+        self.log = EventLog([LayerCounts() for _ in layers])
+        self.policy: EvictionPolicy
+        self.predictor: Predictor | None = None
+        self._copies: CopyEngine
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
+        self._slot_of: dict[Expert, int] = {}
+        self._held: list[Expert | None] = []
+        self._free: list[int] = []
+        self._fetched: set[Expert] = set()
+        self._expected: list[int] = []
+        self._buffers: dict[tuple, Tensor] = {}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return slot_bytes_of(self.layers)
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of all layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the slots."""
+        return self._memory.nbytes
+
+    def open(
+        self,
+        slots: int,
+        device: torch.device,
+        policy: EvictionPolicy,
+        predictor: Predictor | None = None,
+        io: Path | None = None,
+    ) -> None:
+        """Make the slots on a device.
+
+        Args:
+            slots: their number, at least ``least_slots_of``; more than there are experts are not made.
+            device: the device of the products.
+            policy: chooses the experts that give up their slots.
+            predictor: says which experts are wanted next.
+            io: file for lines of events.
+        """
+        assert slots >= least_slots_of(self.layers)
+        self.slots = min(slots, self.experts)
+        self.device = device
+        self.policy = policy
+        self.predictor = predictor
+        self.log.file = io
+        if device.type == "cuda" and not self.slab.pinned:
+            self.slab.pin()
+        with torch.inference_mode(False):
+            self._memory = torch.empty(
+                self.slots, self.slot_bytes, dtype=torch.uint8, device=device
+            )
+        self._copies = CopyEngine(device, self._memory)
+        self._slot_of = {}
+        self._held = [None] * self.slots
+        self._free = list(range(self.slots))[::-1]
+        self._fetched = set()
+        self._views = {}
+        for number, layer in enumerate(self.layers):
+            for form in layer.formats.values():
+                form.to(device)
+            self._views[number] = layer.layout.views(self._memory)
+
+    def verify(self) -> None:
+        """Compare all records with their checksums.
+
+        Raises:
+            ExpertRecordError: one is not what was loaded.
+        """
+        wrong = self.slab.check_all()
+        for layer in self.layers:
+            for expert in range(layer.count):
+                if layer.first + expert in wrong:
+                    raise record_error(layer.path, expert, wrong[layer.first + expert])
+
+    def close(self) -> None:
+        """Free slots and records; the model's experts cannot run any more."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.device is not None:
+            self._copies.finish()
+        self.log.close()
+        self._views = {}
+        self._buffers = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.slab.close()
+
+    def begin_layer(self, layer: int, bounds: Tensor, x: Tensor) -> list[int]:
+        """Return the bounds of a dispatch on the host, and note what the predictor says.
+
+        This is the one time in a pass over a layer that the host waits for the device.
+        """
+        if layer == 0:
+            self.log.step()
+        wanted = None
+        following = layer + 1
+        if self.predictor is not None and following < len(self.layers):
+            wanted = self.predictor.ask(layer, x)
+        if wanted is None:
+            read: list[int] = bounds.tolist()
+            told: list[int] = []
+        else:
+            together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
+            read, told = together[: len(bounds)], together[len(bounds) :]
+        self.log.read_timings()
+        if self.predictor is not None:
+            chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
+            self._expected = self.predictor.expect(layer, chosen, told)
+        else:
+            self._expected = []
+        return read
+
+    def waves(
+        self, layer: int, bounds: Sequence[int], backward: bool
+    ) -> Iterator[tuple[range, list[int], Tensor]]:
+        """Yield the experts of a layer with rows, when products may read them.
+
+        Args:
+            layer: number of the layer.
+            bounds: rows of its experts, as in ``Dispatch.bounds``.
+            backward: for a backward pass, in which the layer before is wanted next.
+
+        Yields:
+            The range of experts, and the slot of each (-1 for those without rows), on the host and
+            as int32 on the device.
+        """
+        count = self.layers[layer].count
+        queue = [e for e in range(count) if bounds[e] < bounds[e + 1]]
+        first = 0
+        passing = len(queue) > self.slots - SPARE_SLOTS
+        wave = self._take(layer, queue, [], passing)
+        while wave:
+            following = self._take(layer, queue, wave, passing) if queue else []
+            end = following[0] if following else count
+            if not following:
+                self._prefetch(layer, wave, backward)
+            slots = [self._slot_of[layer, e] for e in wave]
+            self._wait(layer, slots)
+            numbers = [-1] * (end - first)
+            for expert, slot in zip(wave, slots):
+                numbers[expert - first] = slot
+            yield range(first, end), numbers, sent(numbers, torch.int32, self._memory.device)
+            self._copies.were_read(slots)
+            first, wave = end, following
+
+    def _take(
+        self, layer: int, queue: list[int], running: Sequence[int], passing: bool
+    ) -> list[int]:
+        """Take the experts of a wave from the queue, and ask for the copies of missing ones.
+
+        Args:
+            layer: number of the layer.
+            queue: chosen experts that were not taken.
+            running: experts of the wave whose products run meanwhile.
+            passing: the pass chose more experts than there are slots.
+        """
+        form = next(iter(self.layers[layer].formats.values()))
+        most = form.dense_experts or self.slots
+        room = self.slots - len(running)
+        if len(queue) > room:
+            room = self.slots // 2  # so that the wave behind it has as many
+        most = min(most, room)
+        taken: list[int] = []
+        loads = 0
+        running_keys = {(layer, e) for e in running}
+        while queue and len(taken) < most:
+            key = layer, queue[0]
+            kept = running_keys | {(layer, e) for e in taken}
+            if key not in self._slot_of:
+                if loads == WAVE_LOADS:
+                    break
+                pending = {(layer, e) for e in queue}
+                if not self._load(key, kept, pending, prefetch=False):
+                    break
+                loads += 1
+                self.log.miss(*key)
+                self.policy.use(key, passing)
+            else:
+                self.log.hit(*key)
+                if key in self._fetched:
+                    self._fetched.discard(key)
+                    self.log.layers[layer].used += 1
+                self.policy.use(key)
+            taken.append(queue.pop(0))
+        return taken
+
+    def _load(self, key: Expert, kept: set[Expert], pending: set[Expert], prefetch: bool) -> bool:
+        """Copy an expert's record into a slot; return False if no slot may be taken.
+
+        Args:
+            key: the expert.
+            kept: experts whose slots may not be taken.
+            pending: experts whose slots are taken only where there is no other.
+            prefetch: no product waits for it yet; no slot of ``pending`` is taken then.
+        """
+        if self._free:
+            slot = self._free.pop()
+        else:
+            victim = self.policy.evict(kept | pending)
+            if victim is None and not prefetch:
+                victim = self.policy.evict(kept)
+            if victim is None:
+                return False
+            slot = self._slot_of.pop(victim)
+            self._fetched.discard(victim)
+            self.log.evict(*victim)
+        layer, expert = key
+        records = self.layers[layer]
+        number = records.first + expert
+        wrong = self.slab.check(number)
+        if wrong is not None:
+            self._free.append(slot)
+            self._held[slot] = None
+            raise record_error(records.path, expert, wrong)
+        record = self.slab.record(number)
+        self._copies.copy(record[: records.layout.bytes], slot, prefetch)
+        self._slot_of[key] = slot
+        self._held[slot] = key
+        self.log.load(layer, expert, records.layout.bytes, self._copies.timing(slot))
+        return True
+
+    def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
+        """Ask for the experts that are expected next, where slots are free of better ones."""
+        if self.predictor is None:
+            return
+        target = layer - 1 if backward else layer + 1
+        if not 0 <= target < len(self.layers):
+            return
+        expected = self.predictor.last(target) if backward else self._expected
+        kept = {(layer, e) for e in running}
+        room = max(0, self.slots - len(running) - 1)
+        for expert in expected[:room]:
+            key = target, expert
+            if key in self._slot_of:
+                continue
+            if not self._load(key, kept | self._fetched, set(), prefetch=True):
+                return
+            kept.add(key)
+            self._fetched.add(key)
+            self.policy.use(key)
+            self.log.prefetch(*key)
+
+    def _wait(self, layer: int, slots: list[int]) -> None:
+        """Let products wait for their slots, and time that where lines are written."""
+        if self.log.file is None:
+            self._copies.wait_for(slots)
+            return
+        before, after = self._copies.event(), self._copies.event()
+        current = None
+        if self.device is not None and self.device.type == "cuda":
+            current = torch.cuda.current_stream(self.device)
+        before.record(current)
+        self._copies.wait_for(slots)
+        after.record(current)
+        self.log.stall(layer, lambda: before.elapsed_time(after) * 1e3 if after.query() else None)
+
+    def memory_of(self, layer: int, numbers: Sequence[int], slots: Tensor) -> dict[str, InMemory]:
+        """Return the records of a layer as its formats read them, by name of the weight."""
+        views = self._views[layer]
+        return {
+            name: InMemory(views[name], slots, numbers, self.buffer)
+            for name in self.layers[layer].formats
+        }
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory for dequantised matrices ``[m, N, K]``, shared by all calls of N and K."""
+        count, *sizes = shape
+        key = *sizes, dtype
+        found = self._buffers.get(key)
+        if found is None or len(found) < count:
+            with torch.inference_mode(False):
+                found = torch.empty(shape, dtype=dtype, device=self.device)
+            self._buffers[key] = found
+        return found[:count]

@@ -1,0 +1,177 @@
+"""What the engine did: counts for its report, and lines for ``io.jsonl``.
+
+A line is ``{t, kind, tier, layer, expert, bytes, us}``; ``kind`` is one of ``hit``, ``miss``,
+``load``, ``evict``, ``prefetch``, ``stall`` and ``step``, ``tier`` where the expert was looked for
+(``vram``) or read from (``ram``), ``t`` seconds since the epoch, ``us`` microseconds. The file is a
+ring: it begins anew after ``RING_LINES`` lines.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+IO_FILE = "io.jsonl"
+"""Name of the file of lines in a run's folder."""
+
+VRAM = "vram"
+RAM = "ram"
+
+RING_LINES = 200_000
+"""Lines after which the file begins anew: about 20 MB."""
+
+FLUSH_LINES = 256
+"""Lines that are written at once."""
+
+
+@dataclass
+class LayerCounts:
+    """What happened to the experts of a layer.
+
+    Attributes:
+        hits, misses: chosen experts that were in slots, or on their way there, and that were not.
+        by_cpu: misses that the CPU computed.
+        loads: records that were copied into slots, of which ``prefetched`` before they were chosen.
+        used: prefetched records that were then chosen while they were there.
+        evictions: experts that gave up their slot.
+        bytes: that were copied.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    by_cpu: int = 0
+    loads: int = 0
+    prefetched: int = 0
+    used: int = 0
+    evictions: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class EventLog:
+    """Counts of all layers, and the lines of a file.
+
+    Attributes:
+        layers: counts by layer.
+        file: where lines are written; None for counts alone.
+        steps: forward passes of the model.
+        stall_ms: milliseconds that products waited for copies, as far as that was timed.
+        copy_ms: milliseconds of copies, as far as they were timed.
+    """
+
+    layers: list[LayerCounts]
+    file: Path | None = None
+    steps: int = 0
+    stall_ms: float = 0.0
+    copy_ms: float = 0.0
+    _out: IO[str] | None = field(default=None, init=False)
+    _lines: list[str] = field(default_factory=list, init=False)
+    _written: int = field(default=0, init=False)
+    _timed: deque[tuple[dict[str, Any], Callable[[], float | None]]] = field(
+        default_factory=deque, init=False
+    )
+
+    def hit(self, layer: int, expert: int) -> None:
+        """Note that a chosen expert was in a slot."""
+        self.layers[layer].hits += 1
+        self._line("hit", VRAM, layer, expert)
+
+    def miss(self, layer: int, expert: int) -> None:
+        """Note that a chosen expert was in no slot."""
+        self.layers[layer].misses += 1
+        self._line("miss", VRAM, layer, expert)
+        self._line("hit", RAM, layer, expert)
+
+    def evict(self, layer: int, expert: int) -> None:
+        """Note that an expert gave up its slot."""
+        self.layers[layer].evictions += 1
+        self._line("evict", VRAM, layer, expert)
+
+    def prefetch(self, layer: int, expert: int) -> None:
+        """Note that a copy was asked for that nothing waits for yet."""
+        self.layers[layer].prefetched += 1
+        self._line("prefetch", RAM, layer, expert)
+
+    def load(self, layer: int, expert: int, size: int, timing: Callable[[], float | None]) -> None:
+        """Note a copy; ``timing`` tells its microseconds once it is done."""
+        counts = self.layers[layer]
+        counts.loads += 1
+        counts.bytes += size
+        if self.file is not None:
+            line = self._about("load", RAM, layer, expert) | {"bytes": size}
+            self._timed.append((line, timing))
+
+    def stall(self, layer: int, timing: Callable[[], float | None]) -> None:
+        """Note that products waited; ``timing`` tells the microseconds."""
+        if self.file is not None:
+            self._timed.append((self._about("stall", VRAM, layer, None), timing))
+
+    def step(self) -> None:
+        """Note that a forward pass begins."""
+        self.steps += 1
+        self._line("step", None, None, None)
+
+    def read_timings(self) -> None:
+        """Write the lines of copies and waits that are done; the host does not wait."""
+        while self._timed:
+            line, timing = self._timed[0]
+            microseconds = timing()
+            if microseconds is None:
+                return
+            self._timed.popleft()
+            line["us"] = round(microseconds, 1)
+            if line["kind"] == "stall":
+                self.stall_ms += microseconds / 1e3
+            else:
+                self.copy_ms += microseconds / 1e3
+            self._write(line)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.read_timings()
+        self._flush()
+        if self._out is not None:
+            self._out.close()
+            self._out = None
+        self.file = None
+
+    def _about(
+        self, kind: str, tier: str | None, layer: int | None, expert: int | None
+    ) -> dict[str, Any]:
+        return {
+            "t": round(time.time(), 6),
+            "kind": kind,
+            "tier": tier,
+            "layer": layer,
+            "expert": expert,
+            "bytes": 0,
+            "us": 0.0,
+        }
+
+    def _line(self, kind: str, tier: str | None, layer: int | None, expert: int | None) -> None:
+        if self.file is not None:
+            self._write(self._about(kind, tier, layer, expert))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(line, separators=(",", ":")))
+        if len(self._lines) >= FLUSH_LINES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self.file is None or not self._lines:
+            return
+        if self._out is None or self._written >= RING_LINES:
+            if self._out is not None:
+                self._out.close()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._out = self.file.open("w", encoding="utf-8")
+            self._written = 0
+        self._out.write("\n".join(self._lines) + "\n")
+        self._out.flush()
+        self._written += len(self._lines)
+        self._lines = []

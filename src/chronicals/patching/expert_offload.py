@@ -1,0 +1,291 @@
+"""``offload``: a mixture whose experts are in host memory, and in slots on the device.
+
+The experts' modules of the model are replaced on the instance; all else is as it was. Products are
+those of ``patch_model`` (``patching/experts.py``), which are proved for the class before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from chronicals.kernels.host_memory import available_memory
+from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
+from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
+from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
+from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.eviction import (
+    POLICIES,
+    ByTrace,
+    EvictionPolicy,
+    Expert,
+)
+from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
+from chronicals.moe.offload.prediction import Predictor, Repeating
+from chronicals.moe.offload.records import expert_modules, stream_experts
+from chronicals.moe.offload.report import OffloadReport, report_of
+from chronicals.patching import experts
+from chronicals.patching.forms import signature
+from chronicals.patching.fp8_experts import IN_FP8
+from chronicals.patching.plan import plan_for
+from chronicals.quantization import class_module
+from chronicals.quantization.experts import TAKES_STACKS
+
+logger = logging.getLogger(__name__)
+
+MODES = ("exact",)
+"""Values of ``mode``."""
+
+NO_DISK = (
+    "disk={!r}: experts are read from host memory alone; leave it out, and take a smaller format "
+    "(load_in_4bit) where they do not fit"
+)
+
+
+class Offload:
+    """The offloaded experts of a model, as its attribute ``offload``.
+
+    Args:
+        model: the model.
+        engine: its experts.
+        mode: see ``offload``.
+    """
+
+    def __init__(self, model: nn.Module, engine: ExpertEngine, mode: str = "exact"):
+        self.engine = engine
+        self.mode = mode
+        self._model = model
+
+    def report(self) -> OffloadReport:
+        """Return hit rates, bytes that were copied, and what was waited for."""
+        return report_of(self.engine, self.mode)
+
+    def verify(self) -> None:
+        """Compare all records with their checksums.
+
+        Raises:
+            ExpertRecordError: one is not what was loaded.
+        """
+        self.engine.verify()
+
+    def close(self) -> None:
+        """Free the slots and the records; the model's experts cannot run any more."""
+        self.engine.close()
+
+
+def offload(
+    model_or_folder: Any,
+    vram: int | str,
+    ram: int | str | None = None,
+    *,
+    disk: str | None = None,
+    mode: str = "exact",
+    policy: str | EvictionPolicy = "lru",
+    predictor: str | Predictor | None = "last",
+    trace: Mapping[Expert, int] | None = None,
+    device: torch.device | str | None = None,
+    io: str | Path | None = None,
+    shared: str | None = None,
+) -> Any:
+    """Return a mixture whose experts are in host memory, and in slots of ``vram`` on the device.
+
+    It is the model that was given, an ordinary model of transformers: ``generate``, ``pipeline``,
+    evaluation, adapters on it and the trainer work as before. ``model.offload.report()`` tells what
+    happened, ``model.offload.close()`` frees the experts.
+
+    Args:
+        model_or_folder: a causal language model in host memory or on the device.
+        vram: memory of the slots, such as ``"16GiB"``; an int is bytes.
+        ram: host memory that all experts may take; by default what is available.
+        disk: refused: experts are read from host memory alone.
+        mode: ``exact`` gives the same bits as the same kernels with all experts on the device.
+        policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
+            object.
+        predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
+            last pass, None none, or an object.
+        trace: for ``static``, how often each expert of each layer was chosen.
+        device: device of the model; by default a card if there is one.
+        io: file for a line an event (``io.jsonl`` of a folder that the web page shows).
+        shared: name of host memory that several processes of this machine share.
+
+    Raises:
+        ValueError: an argument is refused, the model has no experts of a known form, or a budget is
+            too small; the message says the least that works.
+    """
+    if disk is not None:
+        raise ValueError(NO_DISK.format(disk))
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    size = bytes_of(vram, "vram")
+    chosen = policy_named(policy, trace)
+    expected = predictor_named(predictor)
+    model = model_or_folder
+    host = available_memory() if ram is None else bytes_of(ram, "ram")
+    budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
+    engine = hold_experts(model, budgets, shared)
+    model.to(place)
+    file = None if io is None else Path(io)
+    open_experts(model, engine, budgets, place, chosen, expected, file, mode)
+    return model
+
+
+def open_experts(
+    model: Any,
+    engine: ExpertEngine,
+    budgets: Budgets,
+    device: torch.device,
+    policy: EvictionPolicy,
+    predictor: Predictor | None,
+    io: Path | None = None,
+    mode: str = "exact",
+) -> None:
+    """Make the slots of experts that ``hold_experts`` moved, on the model's device.
+
+    Args:
+        model: the model; its attribute ``offload`` is set.
+        engine: its experts.
+        budgets: memory that they may take.
+        device: the device.
+        policy: which expert gives up its slot.
+        predictor: which experts are fetched early; None for none.
+        io: file for a line an event.
+        mode: see ``offload``.
+
+    Raises:
+        ValueError: the memory of the device is too small.
+    """
+    slots = slots_within(engine.layers, budgets.device, budgets.device_name)
+    engine.open(slots, device, policy, predictor, io)
+    model.offload = Offload(model, engine, mode)
+    logger.info(
+        "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
+        engine.slots,
+        engine.experts,
+        engine.allocated_bytes / 2**30,
+        device,
+        engine.slab.bytes / 2**30,
+    )
+
+
+def policy_named(
+    policy: str | EvictionPolicy, trace: Mapping[Expert, int] | None = None
+) -> EvictionPolicy:
+    """Return an eviction policy by its name, or the one given.
+
+    Raises:
+        ValueError: there is none of this name, or ``static`` has no trace.
+    """
+    if isinstance(policy, EvictionPolicy):
+        return policy
+    if policy not in POLICIES:
+        raise ValueError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
+    if policy == ByTrace.name:
+        if trace is None:
+            raise ValueError(
+                "policy='static': give trace=, how often each expert was chosen "
+                "(chronicals.moe.offload.trace_loads reads it from chronicals moe trace)"
+            )
+        return ByTrace(trace)
+    return POLICIES[policy]()
+
+
+def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
+    """Return a predictor by its name, or the one given.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if predictor is None or isinstance(predictor, Predictor):
+        return predictor
+    if predictor == "last":
+        return Repeating()
+    raise ValueError(f"predictor={predictor!r}: expected 'last', None or a Predictor")
+
+
+def hold_experts(
+    model: Any, budgets: Budgets, shared: str | None = None, in_fp8: bool = False
+) -> ExpertEngine:
+    """Move the experts of a loaded model into records; the engine has no slots yet.
+
+    Args:
+        model: a causal language model, without adapters on its experts.
+        budgets: memory that they may take.
+        shared: name of memory that processes share.
+        in_fp8: products of 16-bit experts run in FP8.
+
+    Raises:
+        ValueError: the model has no experts of a known form, or they do not fit.
+    """
+    modules = expert_modules(model)
+    _check_whole(model)
+    forms = {path: _form_of(model, path, module) for path, module in modules.items()}
+    in_fp8 = in_fp8 or any(IN_FP8 in vars(module) for module in modules.values())
+    del modules
+    engine = stream_experts(model, budgets, in_fp8, shared)
+    for path, module in streamed_experts_of(model):
+        _install(module, forms[path])
+    model.save_pretrained = MethodType(_save_pretrained, model)
+    return engine
+
+
+def _check_whole(model: Any) -> None:
+    """Refuse a model whose weights are divided among processes."""
+    divided = any(hasattr(p, SHARING_RANKS) for p in model.parameters())
+    if divided or STORED_ROWS in vars(model) or next(model.parameters()).is_meta:
+        raise ValueError(
+            "sharding='weights': every process has a share of the weights, and experts are "
+            "offloaded whole; take sharding='optimizer' or 'none'"
+        )
+
+
+def _form_of(model: Any, path: str, module: nn.Module) -> Any:
+    """Return the forward that computes a module of experts by products.
+
+    Raises:
+        ValueError: its class has no known form.
+    """
+    inner = class_module(module)
+    plan = plan_for(model)
+    _, form = plan.forms.get(signature(inner), (None, None))
+    if form is None or form.by != experts.FUSED_EXPERTS:
+        reason = plan.seen.get(signature(inner)) or plan.reasons.get("model") or "unknown form"
+        raise ValueError(
+            f"{path}: the experts of {type(inner).__name__} are computed by no product that reads "
+            f"them from slots ({reason}); this model cannot be offloaded"
+        )
+    if is_parallel(inner):
+        raise ValueError(f"{path}: its experts are on several ranks; offload them on one")
+    return form.forward
+
+
+def _install(module: StreamedExperts, forward: Any) -> None:
+    """Let streamed experts be computed by the products of a form; ``unpatch_model`` leaves it."""
+    streamed = partial(forward)
+    setattr(streamed, TAKES_FACTORS, True)
+    setattr(streamed, TAKES_STACKS, True)
+    inner = module.inner
+    vars(inner).pop("forward", None)
+    inner.forward = MethodType(streamed, inner)
+    implementation = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    vars(inner)[experts.IMPLEMENTATION] = implementation
+
+
+def _save_pretrained(model: Any, *given: Any, **named: Any) -> Any:
+    """Save adapters; refuse to save the model itself, whose experts are in no parameter."""
+    save = type(model).save_pretrained
+    if save.__module__.startswith("transformers."):
+        raise ValueError(
+            f"save_pretrained: the experts of this {type(model).__name__} are offloaded and would "
+            "be missing in the files; save its adapters, or load the model without offload"
+        )
+    return save(model, *given, **named)

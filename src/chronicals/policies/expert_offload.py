@@ -1,0 +1,146 @@
+"""Experts in host memory and in slots on the card."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.distributed import Mesh
+from chronicals.kernels.host_memory import available_memory
+from chronicals.models.routed_experts import is_experts
+from chronicals.moe.offload.budget import Budgets, size_words
+from chronicals.moe.offload.events import IO_FILE
+from chronicals.moe.offload.eviction import LeastRecentlyUsed
+from chronicals.moe.offload.module import streamed_experts_of
+from chronicals.moe.offload.prediction import Repeating
+from chronicals.patching.expert_offload import hold_experts, open_experts
+from chronicals.policies.exclusions import streams_experts
+from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
+from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
+
+SETTING = "memory=['offload_experts']"
+
+FULL_TRAINING = (
+    "{}: the experts are in host memory and stay as they are, and use_lora=False trains all "
+    "weights; set use_lora=True, or leave it out"
+)
+
+
+class OffloadExperts(Policy):
+    """All experts are in host memory, and those that tokens chose are copied to the card."""
+
+    name = "offload_experts"
+    title = "experts in host memory"
+    setting = SETTING
+    stage = Stage.LAYERS
+
+    def why_not(self, facts: Facts) -> str | None:
+        """Return that there are no experts, or that they are trained, if so."""
+        modules = facts.model.modules()
+        if not streams_experts(facts.model) and not any(map(is_experts, modules)):
+            return f"{type(facts.model).__name__} has no routed experts; leave it out"
+        return None
+
+    def words(self, facts: Facts) -> str:
+        """Return who asked for it, and the memory of the slots."""
+        size = (facts.config.expert_bytes or 0) / 2**30
+        return f"{facts.who_asked(self.name)}, {size:.2f} GiB of them on the card at a time"
+
+    def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
+        """Return ``load`` with the slots in place of the experts, which host memory has."""
+        slots = facts.config.expert_bytes or 0
+        streamed = list(streamed_experts_of(facts.model))
+        if streamed:  # their weights are in no parameter any more
+            host = sum(module.bytes for _, module in streamed)
+            return replace(
+                load, fixed=load.fixed + min(slots, host), host={**load.host, self.title: host}
+            )
+        values = sum(
+            p.numel()
+            for module in facts.model.modules()
+            if is_experts(module)
+            for p in module.parameters(recurse=False)
+        )
+        host = int(values * load.frozen)
+        held = min(slots, host) - host
+        return replace(load, fixed=load.fixed + held, host={**load.host, self.title: host})
+
+    def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
+        """Check that the experts are streamed: they are since the model was brought to the card.
+
+        Raises:
+            ConfigurationError: they are not.
+        """
+        if not streams_experts(model):
+            raise ConfigurationError(
+                f"{self.setting}: experts move before the model is brought to the card; give the "
+                "model to ChronicalsTrainer, or to chronicals.offload before"
+            )
+
+
+def hold_experts_as_asked(model: Any, config: ChronicalsConfig, ranks: Mesh) -> None:
+    """Move the experts of a loaded model to host memory, if the configuration asks for it.
+
+    Args:
+        model: the model, with its weights in their final format, before it is on a card.
+        config: configuration of the run.
+        ranks: all processes; those of a machine share the experts.
+
+    Raises:
+        ConfigurationError: they cannot be moved, or would be trained.
+    """
+    asked = OFFLOAD_EXPERTS.asked(config)
+    streamed = streams_experts(model)
+    adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
+    if (asked or streamed) and not config.use_lora and not adapted:
+        raise ConfigurationError(FULL_TRAINING.format(SETTING if asked else "chronicals.offload"))
+    if (asked or streamed) and config.sharding == DIVIDE_WEIGHTS:
+        raise ConfigurationError(
+            "sharding='weights': every process would hold a share of the experts, which are in "
+            "host memory; take sharding='optimizer' or 'none'"
+        )
+    if (asked or streamed) and config.mixed_precision == "fp16":
+        raise ConfigurationError(
+            f"mixed_precision='fp16': runs under autocast, where no product reads experts from "
+            f"slots; take 'bf16' or 'fp32', or leave {SETTING} out"
+        )
+    if not asked or streamed:
+        return
+    try:
+        shared = _shared_name(config, ranks)
+        hold_experts(model, _budgets(config), shared, in_fp8=config.use_fp8)
+    except ValueError as error:
+        raise ConfigurationError(f"{SETTING}: {error}") from error
+
+
+def open_experts_as_asked(model: Any, config: ChronicalsConfig, device: torch.device) -> None:
+    """Make the slots of experts that ``hold_experts_as_asked`` moved."""
+    engine = next((m.source.engine for _, m in streamed_experts_of(model)), None)
+    if engine is None or engine.slots or not OFFLOAD_EXPERTS.asked(config):
+        return
+    io = Path(config.output_dir) / IO_FILE
+    open_experts(model, engine, _budgets(config), device, LeastRecentlyUsed(), Repeating(), io)
+
+
+def _budgets(config: ChronicalsConfig) -> Budgets:
+    """Return the memory that experts may take."""
+    assert config.expert_bytes is not None
+    asked = f"expert_memory={size_words(config.expert_bytes)}"
+    return Budgets(config.expert_bytes, asked, available_memory())
+
+
+def _shared_name(config: ChronicalsConfig, ranks: Mesh) -> str | None:
+    """Return the name of the memory that the processes of a run on this machine share."""
+    if ranks.count == 1:
+        return None
+    run = [str(config.output_dir), *(os.environ.get(n, "") for n in ("MASTER_ADDR", "MASTER_PORT"))]
+    return f"experts-{os.getuid()}-{hashlib.sha256('|'.join(run).encode()).hexdigest()[:16]}"
+
+
+OFFLOAD_EXPERTS = register_policy(OffloadExperts())

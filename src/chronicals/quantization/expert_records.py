@@ -1,0 +1,451 @@
+"""Records: the weights of one expert as one contiguous run of bytes, in the format they have.
+
+A record holds both products of an expert, their scales and biases, each tensor at a multiple of
+``PART_ALIGNMENT`` bytes. Records of a layer have one layout, so the same tensor of many records in
+one memory is a strided tensor ``[S, …]``. What all experts of a layer share (the code of nested
+scales) is not in records.
+
+A format says which tensors an expert has and how products read them from such memory. Values are
+never changed: a format holds the bytes of the weight that it was made from. Scales of NF4 that
+straddle two experts are kept as the fp32 numbers that they stand for, which dequantise to the same
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.kernels.expert_stacks import ExpertStack
+from chronicals.kernels.fp8 import Scaled
+from chronicals.kernels.fp8_experts import (
+    EXPERT_DTYPE,
+    fp8_experts_transposed,
+    fp8_quantize_experts,
+)
+from chronicals.kernels.fused_experts import ExpertWeights, of_slots
+from chronicals.kernels.host_memory import sent
+from chronicals.quantization.experts import PackedExperts, class_module
+from chronicals.quantization.packed import PackedWeight
+
+PART_ALIGNMENT = 256
+"""Bytes at whose multiples the tensors of a record begin; the copy engine of a card asks for 16."""
+
+Buffer = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""A function that returns memory of a shape and dtype, valid until the next call with its shape."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that each expert has.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Number of its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Records in a memory ``[S, bytes]``, from which products of some experts read.
+
+    Attributes:
+        views: tensors ``[S, …]`` by the names of a format's parts.
+        slots: int32 ``[n]`` on their device, the record of each expert of a wave; any number for
+            experts without rows.
+        numbers: the same on the host; -1 for experts without rows.
+        buffer: memory for dequantised values.
+    """
+
+    views: Mapping[str, Tensor]
+    slots: Tensor
+    numbers: Sequence[int]
+    buffer: Buffer
+
+    @property
+    def in_order(self) -> Tensor:
+        """Place of each expert among those with rows, int32 ``[n]``; -1 for the others."""
+        places = []
+        count = 0
+        for slot in self.numbers:
+            places.append(count if slot >= 0 else -1)
+            count += slot >= 0
+        return sent(places, torch.int32, self.slots.device)
+
+    def chosen(self, name: str) -> Tensor:
+        """Return a part of the experts with rows, ``[m, …]``, in memory of its own."""
+        records = [slot for slot in self.numbers if slot >= 0]
+        return self.views[name][sent(records, torch.int64, self.slots.device)]
+
+    def of_all(self, name: str) -> Tensor:
+        """Return a small part of all experts, ``[n, …]``; any values for those without rows."""
+        return of_slots(self.views[name], self.slots)
+
+
+class StackFormat(ABC):
+    """How a stacked weight of a layer's experts lies in records.
+
+    Attributes:
+        count: the number E of experts.
+        parts: the tensors of an expert by name.
+        shape: shape of the stacked weight in its class, ``(E, …)``.
+        dtype: dtype of the values that products read.
+        transposed: True if the class has ``[E, K, N]``.
+    """
+
+    count: int
+    parts: dict[str, Part]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transposed: bool
+    in_fp8 = False
+    dense_experts: int | None = None
+    """Experts whose dense values a product makes at once, or None if it reads records in place."""
+
+    @abstractmethod
+    def of_expert(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors of an expert, in the order of ``parts``."""
+
+    @abstractmethod
+    def weights(self, memory: InMemory) -> ExpertWeights:
+        """Return the weights of experts as a product reads them from records."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Name of the format for logs."""
+
+    def to(self, device: torch.device) -> None:  # noqa: B027  most formats share nothing
+        """Move what all experts share to the device of the products."""
+
+    @abstractmethod
+    def forget_weights(self) -> None:
+        """Release the tensors that records were made from."""
+
+
+@dataclass
+class PlainRecords(StackFormat):
+    """A weight in 16 or 32 bits.
+
+    Attributes:
+        shape, dtype: of the stacked weight.
+        transposed: as in ``StackFormat``.
+        expert: returns the matrix of an expert; None once records were made.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transposed: bool = False
+    expert: Callable[[int], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.count = self.shape[0]
+        self.parts = {"values": Part(self.dtype, tuple(self.shape[1:]))}
+
+    @classmethod
+    def of(cls, weight: Tensor, transposed: bool = False) -> PlainRecords:
+        """Return the format of a stacked weight ``[E, …]``, or of a bias ``[E, N]``."""
+        values = weight.detach()
+        return cls(tuple(values.shape), values.dtype, transposed, lambda number: values[number])
+
+    def of_expert(self, number: int) -> dict[str, Tensor]:
+        """Return the values."""
+        assert self.expert is not None
+        return {"values": self.expert(number)}
+
+    def weights(self, memory: InMemory) -> ExpertWeights:
+        """Return the records themselves, and where those of the experts are."""
+        return ExpertWeights(memory.views["values"], self.transposed, slots=memory.slots)
+
+    def forget_weights(self) -> None:
+        """Release the stacked weight."""
+        self.expert = None
+
+    @property
+    def label(self) -> str:
+        """The dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class PackedRecords(StackFormat):
+    """A packed weight, whose chosen experts are dequantised for each product.
+
+    Args:
+        weight: the packed weight ``[E · N, K]``.
+        shape: its shape in the class.
+        transposed: True if the class has ``[E, K, N]``.
+        turned: True if the matrix of an expert is the transpose of the class's.
+    """
+
+    dense_experts = 16
+
+    def __init__(
+        self,
+        weight: PackedWeight,
+        shape: tuple[int, ...],
+        transposed: bool = False,
+        turned: bool = False,
+    ):
+        self.count = shape[0]
+        self.shape = tuple(shape)
+        self.dtype = weight.dtype
+        self.transposed = transposed
+        self.turned = turned
+        rows, width = weight.shape
+        self.matrix = rows // self.count, width
+        self.one, self._divided = weight.by_expert(self.count)
+        self.parts = {
+            name: Part(tensor.dtype, tuple(tensor.shape[1:]))
+            for name, tensor in self._divided.items()
+        }
+
+    def of_expert(self, number: int) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        return {name: tensor[number] for name, tensor in self._divided.items()}
+
+    def forget_weights(self) -> None:
+        """Release the packed weight."""
+        self._divided = {}
+
+    def to(self, device: torch.device) -> None:
+        """Move the shared tensors."""
+        shared = self.one.tensors
+        for name, tensor in shared.items():
+            if tensor is not None and name not in self.parts:
+                shared[name] = tensor.to(device)
+        self.one = self.one.with_tensors(shared)
+
+    def at(self, memory: InMemory, slot: int) -> PackedWeight:
+        """Return the weight of the expert in a record."""
+        own = {name: view[slot] for name, view in memory.views.items()}
+        return self.one.with_tensors({**self.one.tensors, **own}, self.matrix, self.dtype)
+
+    def weights(self, memory: InMemory) -> ExpertWeights:
+        """Return the experts with rows, dequantised by each call and numbered in their order."""
+        stack = SlotStack(self, memory, [slot for slot in memory.numbers if slot >= 0])
+        return ExpertWeights(stack, self.transposed, slots=memory.slots)
+
+    @property
+    def label(self) -> str:
+        """Name of the packed format."""
+        return self.one.label
+
+
+@dataclass
+class SlotStack:
+    """The packed weights of some records, dequantised by a call.
+
+    It is the ``PackedStack`` of ``kernels/fused_experts.py``.
+
+    Attributes:
+        form: their format.
+        memory: where the records are.
+        records: the records to dequantise, in the order of experts.
+    """
+
+    form: PackedRecords
+    memory: InMemory
+    records: list[int]
+    dtype: torch.dtype = field(init=False)
+    shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = self.form.dtype
+        self.shape = (len(self.records), *self.form.shape[1:])
+
+    def __call__(self) -> Tensor:
+        """Return the values in the class's shape, ``[m, …]`` of the m experts with rows."""
+        matrices = self.memory.buffer((len(self.records), *self.form.matrix), self.dtype)
+        for matrix, slot in zip(matrices, self.records):
+            self.form.at(self.memory, slot).into(matrix)
+        return matrices.transpose(1, 2) if self.form.turned else matrices
+
+    @property
+    def dense_slots(self) -> Tensor:
+        """Place of each expert in what a call returns."""
+        return self.memory.in_order
+
+    def expert_stack(self, transposed: bool) -> ExpertStack | None:
+        """Return the records as products of few tokens read them in place, or None."""
+        if transposed != self.form.turned:
+            return None
+        views = self.memory.views
+        count = len(next(iter(views.values())))
+        rows, width = self.form.matrix
+        one = self.form.one
+        whole = one.with_tensors({**one.tensors, **views}, (count * rows, width), self.dtype)
+        stack: ExpertStack | None = whole.expert_stack(count)
+        return stack
+
+
+class FP8Records(StackFormat):
+    """A frozen weight of products in FP8, of which records hold the rows and their scale.
+
+    Args:
+        expert: returns the values ``[N, K]`` of an expert, as the products read them, and its scale.
+        shape: shape of the stacked weight in its class.
+        dtype: dtype of the products' results.
+        transposed: True if the class has ``[E, K, N]``.
+    """
+
+    in_fp8 = True
+    dense_experts = 16  # the backward pass transposes them
+
+    def __init__(
+        self,
+        expert: Callable[[int], Scaled],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        transposed: bool,
+    ):
+        self._expert: Callable[[int], Scaled] | None = expert
+        self.shape = tuple(shape)
+        self.count, *sizes = self.shape
+        self.dtype = dtype
+        self.transposed = transposed
+        rows = sizes[::-1] if transposed else sizes
+        self.parts = {
+            "values": Part(EXPERT_DTYPE, tuple(rows)),
+            "scale": Part(torch.float32, ()),
+        }
+
+    def of_expert(self, number: int) -> dict[str, Tensor]:
+        """Return values and scale."""
+        assert self._expert is not None
+        values, scale = self._expert(number)
+        return {"values": values, "scale": scale}
+
+    def forget_weights(self) -> None:
+        """Release the weight."""
+        self._expert = None
+
+    def weights(self, memory: InMemory) -> ExpertWeights:
+        """Return the records themselves, and where those of the experts are."""
+        return ExpertWeights(None, in_fp8=_SlotsInFP8(memory), slots=memory.slots)
+
+    @property
+    def label(self) -> str:
+        """Name of the format."""
+        return "FP8"
+
+
+class _SlotsInFP8:
+    """Rows in FP8 in records; the ``InFP8`` of ``kernels/fused_experts.py``.
+
+    Attributes:
+        column_slots: place of each expert in ``columns``.
+    """
+
+    def __init__(self, memory: InMemory):
+        self.memory = memory
+        self.column_slots = memory.in_order
+
+    def rows(self) -> Scaled:
+        """Return the values and scales of all records."""
+        return Scaled(self.memory.views["values"], self.memory.views["scale"])
+
+    def columns(self, scale: Tensor) -> Scaled:
+        """Return the transposed values of the experts with rows, and the scales of all."""
+        rows = Scaled(self.memory.chosen("values"), self.memory.chosen("scale"))
+        return Scaled(fp8_experts_transposed(rows).values, self.memory.of_all("scale"))
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where the tensors of an expert are in its record.
+
+    Attributes:
+        parts: by name of the weight and name of the part: the part, and its first byte.
+        bytes: of a record.
+    """
+
+    parts: dict[tuple[str, str], tuple[Part, int]]
+    bytes: int
+
+    @classmethod
+    def of(cls, formats: Mapping[str, StackFormat]) -> RecordLayout:
+        """Return the layout of a layer's weights, given their formats by name."""
+        parts: dict[tuple[str, str], tuple[Part, int]] = {}
+        end = 0
+        for weight, form in formats.items():
+            for name, part in form.parts.items():
+                parts[weight, name] = part, end
+                end += -(-part.bytes // PART_ALIGNMENT) * PART_ALIGNMENT
+        return cls(parts, end)
+
+    def write(self, record: Tensor, formats: Mapping[str, StackFormat], number: int) -> None:
+        """Write an expert's tensors to its record, uint8 ``[bytes]``; gaps become zeros.
+
+        Raises:
+            ValueError: a tensor has another size or dtype than those of the other experts.
+        """
+        record.zero_()
+        for weight, form in formats.items():
+            for name, tensor in form.of_expert(number).items():
+                part, begin = self.parts[weight, name]
+                if tuple(tensor.shape) != part.shape or tensor.dtype != part.dtype:
+                    raise ValueError(
+                        f"{weight} of expert {number}: is {tensor.dtype} {list(tensor.shape)}, "
+                        f"and {part.dtype} {list(part.shape)} of the others"
+                    )
+                place = record[begin : begin + part.bytes].view(part.dtype).view(part.shape)
+                place.copy_(tensor)
+
+    def views(self, memory: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors ``[S, …]`` of records in ``memory``, uint8 ``[S, bytes]``.
+
+        The result is by name of the weight and name of the part.
+        """
+        found: dict[str, dict[str, Tensor]] = {}
+        for (weight, name), (part, begin) in self.parts.items():
+            bytes_of_part = memory[:, begin : begin + part.bytes]
+            view = bytes_of_part.view(part.dtype).unflatten(1, part.shape or (1,))
+            found.setdefault(weight, {})[name] = view if part.shape else view[:, 0]
+        return found
+
+
+def formats_of(experts: nn.Module, in_fp8: bool = False) -> dict[str, StackFormat]:
+    """Return how the weights and biases of a layer's experts lie in records, by name.
+
+    Args:
+        experts: the module, plain or packed.
+        in_fp8: quantise 16-bit weights to the rows of products in FP8.
+    """
+    inner = class_module(experts)
+    transposed = bool(getattr(inner, "is_transposed", False))
+    formats: dict[str, StackFormat] = {}
+    for name, parameter in experts.named_parameters(recurse=False):
+        if isinstance(experts, PackedExperts) and name in experts.stacked:
+            shape = experts.stacked[name]
+            turned = name in experts.transposed
+            formats[name] = PackedRecords(experts.packed(name), shape, transposed, turned)
+        elif in_fp8 and parameter.ndim == 3:
+            formats[name] = _in_fp8(parameter.detach(), transposed)
+        else:
+            formats[name] = PlainRecords.of(parameter, transposed)
+    return formats
+
+
+def _in_fp8(weight: Tensor, transposed: bool) -> FP8Records:
+    """Return a weight's records in FP8, each expert quantised when its record is written."""
+
+    def of_expert(number: int) -> Scaled:
+        one = weight[number : number + 1]
+        rows, _ = fp8_quantize_experts(one.mT.contiguous() if transposed else one)
+        assert rows is not None
+        return Scaled(rows.values[0], rows.scale[0])
+
+    return FP8Records(of_expert, tuple(weight.shape), weight.dtype, transposed)

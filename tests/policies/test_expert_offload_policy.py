@@ -1,0 +1,151 @@
+"""``memory: [offload_experts]``: whole runs give the same bits, and what cannot be is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import families
+import runs
+import tiny
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.patching.patch import patch_parts
+from chronicals.training import ChronicalsTrainer
+from chronicals.ui.expert_io import ExpertIO
+
+EXPERTS = ["gate_up_proj", "down_proj"]
+
+
+def model(name="Qwen3Moe", **changes):
+    torch.manual_seed(1)
+    sizes = {"vocab_size": len(tiny.tokenizer()), "num_experts": 6, "hidden_size": 64}
+    return families.routed(name, **sizes, **changes)
+
+
+def train(folder, given, **changes):
+    """A run of adapters on attention, routers and experts; its losses and what it learned."""
+    usual = {
+        "use_lora": True,
+        "lora_rank": 4,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "lora_target_parameters": [*(f"mlp.experts.{name}" for name in EXPERTS), "mlp.gate.weight"],
+        "max_steps": 3,
+    }
+    patch_parts(given)
+    runs.train(folder, model=given, **{**usual, **changes})
+    return runs.trajectory(folder), {
+        name: p.detach().clone() for name, p in given.named_parameters() if p.requires_grad
+    }
+
+
+def assert_same_run(expected, got):
+    assert expected[0] == got[0] and expected[1].keys() == got[1].keys()
+    for name, value in expected[1].items():
+        assert torch.equal(value, got[1][name]), name
+
+
+STREAMED = {"expert_memory": "0.06MiB"}
+"""Five of twelve experts in fp32."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"quantization": "nf4"},
+        {"memory": ["recompute_layers"]},
+        {"router": {"balance": 0.1, "z": 0.01}},
+    ],
+    ids=str,
+)
+def test_a_run_gives_the_same_bits(tmp_path, fields):
+    expected = train(tmp_path / "resident", model(), **fields)
+    streamed = model()
+    memory = [*fields.get("memory", []), "offload_experts"]
+    size = "0.01MiB" if "quantization" in fields else STREAMED["expert_memory"]
+    changes = {**fields, "memory": memory, "expert_memory": size}
+    got = train(tmp_path / "streamed", streamed, **changes)
+    assert_same_run(expected, got)
+    assert all(loss > 0 for _, loss, _ in got[0])
+    engine = streamed.offload.engine
+    assert engine.slots < engine.experts and streamed.offload.report().misses > 0
+    io = ExpertIO(tmp_path / "streamed" / "run" / "io.jsonl")
+    streamed.offload.close()
+    assert io.read_on() and io.steps > 0 and io.tiers["ram"].moved > 0
+    lines = (tmp_path / "streamed" / "run" / "io.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]).keys() == {"t", "kind", "tier", "layer", "expert", "bytes", "us"}
+
+
+def refused(folder, given, **changes):
+    fields = {"use_lora": True, "memory": ["offload_experts"], **STREAMED, **changes}
+    with pytest.raises(ConfigurationError) as error:
+        ChronicalsTrainer(given, tiny.tokenizer(), runs.config(folder, **fields))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_lora": False}, r"stay as they are, and use_lora=False trains all"),
+        ({"sharding": "weights"}, r"sharding='weights': every process would hold a share"),
+        ({"mixed_precision": "fp16"}, r"mixed_precision='fp16': runs under autocast"),
+        (
+            {"expert_memory": "0.04MiB"},
+            r"expert_memory=40.96KiB: holds 3 .*the least that works is 48.00KiB",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(tmp_path, changes, words):
+    given = model()
+    message = refused(tmp_path, given, **changes)
+    assert re.search(words, message), message
+    given(torch.ones(1, 3, dtype=torch.int64))  # the model is as it was
+
+
+def test_a_model_without_experts_is_refused(tmp_path):
+    message = refused(tmp_path, tiny.llama())
+    assert "LlamaForCausalLM has no routed experts" in message
+
+
+def test_the_fields_belong_together():
+    with pytest.raises(ConfigurationError, match="set expert_memory, such as 8GiB"):
+        ChronicalsConfig(memory=["offload_experts"])
+    with pytest.raises(ConfigurationError, match="is for experts in host memory"):
+        ChronicalsConfig(expert_memory="8GiB")
+
+
+def test_full_training_of_an_offloaded_model_is_refused(tmp_path):
+    import chronicals
+
+    given = chronicals.offload(model(), vram="60KiB", ram="1GiB", device="cpu")
+    with pytest.raises(ConfigurationError, match="chronicals.offload: the experts are in host"):
+        runs.train(tmp_path, model=given, use_lora=False)
+    given.offload.close()
+
+
+def test_merging_is_refused_and_says_what_to_do(tmp_path):
+    given = model()
+    train(tmp_path, given, memory=["offload_experts"], max_steps=1, **STREAMED)
+    with pytest.raises(ValueError, match="load the base without offload, and merge there"):
+        given.merge_and_unload()
+    given.offload.close()
+
+
+def test_the_estimate_has_slots_in_the_place_of_experts(tmp_path):
+    from chronicals.models import present
+    from chronicals.policies import Facts
+    from chronicals.policies.needed_memory import expected_memory
+
+    given = model()
+    config = runs.config(tmp_path, use_lora=True)
+    asked = runs.config(tmp_path, use_lora=True, memory=["offload_experts"], **STREAMED)
+    given.requires_grad_(False)
+    before = Facts.of(config, present(given))
+    after = Facts.of(asked, present(given))
+    experts = sum(p.nbytes for n, p in given.named_parameters() if "experts" in n)
+    both = [expected_memory(facts)[1] for facts in (before, after)]
+    saved = both[0].peak("nothing", 0).held - both[1].peak("nothing", 0).held
+    assert saved == pytest.approx(experts - asked.expert_bytes, rel=0.02)
