@@ -124,9 +124,10 @@ def check_positions(model: Any, longest: int) -> None:
     """
     model = within_adapters(model)
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if last_position(model, longest):
-        found = _too_long(model, longest, stated)
-        raise ValueError(f"{found}: set max_seq_length to at most {stated}")
+    last = last_position(model, longest)
+    if last:
+        found = _too_long(model, longest, last)
+        raise ValueError(f"{found}: set max_seq_length to at most {last}")
     found = positions_missing(model, longest)
     if found:
         logger.warning(
