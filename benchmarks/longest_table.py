@@ -63,8 +63,8 @@ INTRODUCTION = """\
 # Long documents on one card
 
 `chronicals plan --preset long-context --gpu-memory 80 --model …` tells the longest document that fits a card, and the
-seconds of a step; `--output` writes its recipe, which `train` takes. These are its answers for the shapes of Llama 3, QLoRA of rank 32
-on all linear layers, one document a step. They are plans: {measured}.
+seconds of a step; `--output` writes its recipe, which `train` takes. These are its answers for the shapes of Llama 3,
+QLoRA of rank 32 on all linear layers, one document a step. They are plans: {measured}.
 
 A step's time is mostly attention, whose work grows with the square of the length; it is told at the rates of {cards}. In host
 memory are inputs of layers and optimizer states: a host that has less holds fewer of them, and the document is shorter
