@@ -229,7 +229,7 @@ class ExpertEngine:
         count = self.layers[layer].count
         queue = [e for e in range(count) if bounds[e] < bounds[e + 1]]
         first = 0
-        passing = len(queue) > self.slots - SPARE_SLOTS
+        passing = len(queue) * len(self.layers) > self.slots
         wave = self._take(layer, queue, [], passing)
         while wave:
             following = self._take(layer, queue, wave, passing) if queue else []
@@ -254,7 +254,7 @@ class ExpertEngine:
             layer: number of the layer.
             queue: chosen experts that were not taken.
             running: experts of the wave whose products run meanwhile.
-            passing: the pass chose more experts than there are slots.
+            passing: the slots could not keep as many experts of all layers.
         """
         form = next(iter(self.layers[layer].formats.values()))
         most = form.dense_experts or self.slots

@@ -141,6 +141,9 @@ class StreamedExperts(PackedExperts):
         vars(inner).update(_parameters=places, _buffers={}, _modules=dict(inner._modules))
         object.__setattr__(self, "inner", inner)  # not as a submodule
         device = next(experts.parameters()).device
+        if device.type == "meta":  # its weights were not read yet
+            device = torch.device("cpu")
+        self._is_hf_initialized = True  # transformers draws none of its parameters
         for name in formats:
             empty = torch.empty(0, dtype=self.dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
