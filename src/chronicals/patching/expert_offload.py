@@ -49,7 +49,7 @@ from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
 
-MODES = ("exact",)
+MODES = ("exact", "numerical")
 """Values of ``mode``."""
 
 EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
@@ -120,7 +120,9 @@ def offload(
         vram: memory of the slots, such as ``"16GiB"``; an int is bytes.
         ram: host memory that all experts may take; by default what is available.
         disk: refused: experts are read from host memory alone.
-        mode: ``exact`` gives the same bits as the same kernels with all experts on the device.
+        mode: ``exact`` gives the same bits as the same kernels with all experts on the device;
+            ``numerical`` lets the CPU compute a share of the missing experts of few tokens, without
+            gradients, within 1e-5 in fp32.
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
@@ -249,7 +251,7 @@ def open_experts(
         ValueError: the memory of the device is too small.
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
-    engine.open(slots, device, policy, predictor, io)
+    engine.open(slots, device, policy, predictor, io, cpu_share=mode == "numerical")
     model.offload = Offload(model, engine, mode)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",

@@ -93,6 +93,12 @@ class HostSlab:
         begin = number * self.stride
         return self._memory[begin : begin + self.record_bytes]
 
+    def records(self, first: int, count: int) -> Tensor:
+        """Return some records, uint8 ``[count, bytes]``."""
+        begin = first * self.stride
+        whole = self._memory[begin : begin + count * self.stride].view(count, self.stride)
+        return whole[:, : self.record_bytes]
+
     def is_pinned(self, number: int) -> bool:
         """Return whether a record is in pinned memory."""
         return (number + 1) * self.stride <= self.pinned
