@@ -130,7 +130,7 @@ TINY_SIZES = Sizes(
     width=64,
     steps=3,
     warm=1,
-    experts=("192KiB", "96KiB"),
+    experts=("0.1875MiB", "0.09375MiB"),
     tiny=True,
 )
 
@@ -290,6 +290,7 @@ def decoded(missing: float, sizes: Sizes, mode: str = "exact") -> dict[str, Any]
     """Return the row of decoding with a share of missing experts."""
     bus = bus_rate(sizes.record)
     resident = resident_decoding(sizes, missing)
+    free()  # the model is in cycles
     arms: dict[str, Any] = {}
     for arm in dict.fromkeys(["exact", mode]):
         options = {} if arm == "exact" else {"mode": arm}
@@ -441,8 +442,10 @@ def steps_of(
     """
     model = built(sizes, layers, quantised)
     model.config.use_cache = False
+    streamed: dict[str, Any] = {}
     if experts is not None:
         model = chronicals.offload(model, vram=experts)
+        streamed = {"memory": ["offload_experts"], "expert_memory": experts}
     if DEVICE == "cpu":
         chronicals.patch_model(model)  # sessions do that on a card alone
     config = ChronicalsConfig(
@@ -454,6 +457,7 @@ def steps_of(
         lora_rank=16,
         lora_dropout=0.0,
         mixed_precision="bf16",
+        **streamed,
     )
     losses, norms, times = [], [], []
     copied = [0]

@@ -1051,6 +1051,8 @@ def products_of_few_tokens():
     mxfp4_codes = torch.randint(0, 256, (experts, outputs, columns // 2), dtype=byte, device="cuda")
     exponents = torch.full((experts, outputs, columns // 32), 120, dtype=byte, device="cuda")
     blocks = torch.randint(0, 256, (experts, outputs, columns // 256 * 144), dtype=byte)
+    # random bytes would be scales that are not numbers
+    blocks.view(-1, 144)[:, :4] = torch.tensor([0.01, 0.01], dtype=torch.float16).view(byte)
     blocks = blocks.cuda()
     formats = {
         "16 bit": (StackIn16Bits(dense), None),

@@ -367,6 +367,7 @@ def test_which_rows_are_few(device):
 def test_kinds_that_take_many_instructions_are_for_fewer_tokens(kind, device):
     stack = FORMATS[kind](2, 4, 256, torch.bfloat16, device)
     assert stack.most_tokens == {"Q4_0": 16, "Q6_K": 8}.get(kind, 64)
+    assert FORMATS["16 bit"](2, 4, 256, torch.bfloat16, device).most_tokens == 16
 
 
 def test_sizes_that_do_not_fit(device):

@@ -22,7 +22,7 @@ from chronicals.distributed import (
 )
 from chronicals.kernels.launch import identify_compiler
 from chronicals.memory import Moment, checkpoints_end_with_errors
-from chronicals.models import check_positions, count_values, embedding_table
+from chronicals.models import check_positions, count_values, embedding_table, reach_positions
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
@@ -252,7 +252,7 @@ class ChronicalsTrainer:
             )
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
         longest += self.objective.answer_tokens
-        check_positions(model, longest)
+        reach_positions(model, longest, self.config.rope_scaling)
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)
