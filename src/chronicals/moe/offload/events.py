@@ -119,6 +119,7 @@ class EventLog:
         """Note that a forward pass begins."""
         self.steps += 1
         self._line("step", None, None, None)
+        self._flush()
 
     def read_timings(self) -> None:
         """Write the lines of copies and waits that are done; the host does not wait."""
