@@ -38,7 +38,7 @@ def reference(store, packs, width, most_documents):
             positions += range(len(tokens))
             bounds.append(len(ids))
         while len(ids) < (number + 1) * width:
-            length = min(bucket, (number + 1) * width - len(ids))
+            length = min(bucket, -(-width // WIDTH_BUCKETS), (number + 1) * width - len(ids))
             ids += [FILLER] * length
             targets += [IGNORED] * length
             positions += range(length)
@@ -113,6 +113,19 @@ def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(
 
 def test_one_document_a_pack_leaves_long_tails(tmp_path):
     check(make_store(tmp_path, 30, 20), max_seq_length=64, batch_size=4, use_sequence_packing=False)
+
+
+@pytest.mark.parametrize("length", [513, 600, 900, 1000])
+def test_filler_costs_attention_little_beside_the_document_before_it(tmp_path, length):
+    """Work of attention is a document's length squared: a tail as long as the document would
+    double it."""
+    rows = [{"input_ids": list(range(1, length + 1))}]
+    store = build_store(rows, Tokenizer(tiny.tokenizer()), 1024, tmp_path)
+    config = ChronicalsConfig(max_seq_length=1024, batch_size=1, gradient_accumulation_steps=1)
+    (batch,) = BatchStream(store, config, FILLER, epochs=1)
+    lengths = batch.cu_seqlens.diff().tolist()
+    assert lengths[0] == length and sum(lengths) == 1024
+    assert sum(x * x for x in lengths[1:]) <= 0.25 * length * length
 
 
 def test_a_trained_token_may_have_any_id(tmp_path):

@@ -384,5 +384,6 @@ def test_stretched_rotary_positions_reach_further(longest, told, caplog):
 def test_a_run_tells_and_a_class_without_a_twin_is_taken(tmp_path, caplog):
     rows = [{"text": "the answer to life is forty two " * 9}]
     with caplog.at_level(logging.WARNING):
-        runs.train(tmp_path, rows, model=tiny.llama(max_position_embeddings=64), max_steps=1)
+        short = tiny.llama(max_position_embeddings=64)
+        runs.train(tmp_path, rows, model=short, max_steps=1, rope_scaling="off")
     assert "LlamaForCausalLM is made for 64 positions" in caplog.text

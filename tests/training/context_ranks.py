@@ -29,8 +29,9 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.packs.dealing import NOBODY, part_of, rank_share
 from chronicals.data.packs.strategies import SPLIT
 from chronicals.distributed import Mesh
+from chronicals.memory import recompute
 from chronicals.models import PresentedModel
-from chronicals.patching import patch_parts
+from chronicals.patching import patch_parts, tile_layers
 from chronicals.training import ChronicalsTrainer
 
 FIELDS = {
@@ -283,8 +284,11 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
     return {"found": [x.detach() for x in found], "expected": [x.detach() for x in same]}
 
 
-def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
-    """Gradients of layers that run fused, summed over the shares, and those of the whole."""
+def fused(ranks: Mesh, in_tiles: bool) -> dict[str, list[torch.Tensor]]:
+    """Gradients of layers that run fused, summed over the shares, and those of the whole.
+
+    Those of the shares may run in tiles, with as many key heads at a time as must attend together.
+    """
     torch.manual_seed(0)
     lengths = (21, 3, 7, 9)
     shared = np.array([SPLIT, 0, 1, NOBODY])
@@ -294,6 +298,7 @@ def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
     batch = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
     share = rank_share(batch.cu_seqlens.numpy(), shared, ranks.context)
     assert patch_parts(model, whole_layers=True).counts()
+    tile, rows = recompute.TILE, recompute.GROUP_ROWS
     for given, counts in (
         (batch, np.arange(40) < 31),
         (part_of(batch, shared, ranks.context), share.rows >= 0),
@@ -306,6 +311,10 @@ def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
             ).sum().backward()
         sums.append([p.grad.clone() for p in model.get_decoder().parameters()])
         model.zero_grad()
+        if in_tiles:
+            recompute.TILE, recompute.GROUP_ROWS = 7, 1
+            tile_layers(model)
+    recompute.TILE, recompute.GROUP_ROWS = tile, rows
     for gradient in sums[1]:
         dist.all_reduce(gradient)
     return {"found": sums[1], "expected": sums[0]}
@@ -332,7 +341,7 @@ def main(folder: Path, cases: list[str]) -> None:
         elif kind == "attention":
             found = attention(*OPTIONS[name], ranks)
         else:
-            found = fused(shared)
+            found = fused(shared, name == "tiles")
         if ranks.writer:
             torch.save(found, folder / f"{case}.pt")
     dist.destroy_process_group()

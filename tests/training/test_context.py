@@ -30,6 +30,7 @@ CASES = [
     *(f"refused: {name}" for name in context_ranks.REFUSED),
     *(f"attention: {name}" for name in context_ranks.OPTIONS if "both" not in name),
     "fused: layers",
+    "fused: tiles",
     "resumed: by one",
 ]
 
@@ -111,8 +112,9 @@ def test_attention_of_parts_is_that_of_the_whole(name, two):
         torch.testing.assert_close(found, expected)
 
 
-def test_fused_layers_take_parts(two):
-    seen = torch.load(two / "fused: layers.pt")
+@pytest.mark.parametrize("way", ["layers", "tiles"])
+def test_fused_layers_take_parts(way, two):
+    seen = torch.load(two / f"fused: {way}.pt")
     for found, expected in zip(seen["found"], seen["expected"], strict=True):
         assert families.distance(found, expected) < 1e-5
 

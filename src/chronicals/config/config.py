@@ -251,6 +251,7 @@ MemoryPolicy = Literal[
     "optimizer_in_backward",
     "reduce_in_backward",
 ]
+RopeScaling = Literal["yarn", "off"]
 Fit = Literal["off", "settings", "auto"]
 """What ``fit`` may change so that a run fits its card, before the first step and after it."""
 
@@ -687,6 +688,11 @@ class ChronicalsConfig:
         default=None,
         description="What becomes of rows longer than max_seq_length (default: texts are split, "
         "others cut)",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None,
+        description="Documents longer than the model's positions: yarn stretches its rotary "
+        "embedding by the factor that they need; off trains beyond as it is (default: an error)",
     )
     dataset_num_proc: Positive | None = Field(
         default=None,

@@ -381,7 +381,7 @@ _BY_REASON: dict[str, str] = {
         "processor_kwargs"
     ),
     "a model is taken as its files have it": (
-        "rope_scaling overrides_of_model_config overrides_of_model_kwargs model_config "
+        "overrides_of_model_config overrides_of_model_kwargs model_config "
         "reinit_weights "
         "low_cpu_mem_usage device_map device max_memory gpu_memory_limit use_cache use_kv_cache "
         "shift_attn "

@@ -43,6 +43,7 @@ from chronicals.models.packability import (
 from chronicals.models.peft_kinds import unfused_kind, within_adapters
 from chronicals.models.presentation import PresentedModel, in_evaluation
 from chronicals.models.presenting import present
+from chronicals.models.rope_scaling import reach_positions
 from chronicals.models.routed_experts import speaks_of_experts
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, times_trained
 from chronicals.models.terms import AdditionalTerm, Computed, Term, Terms
@@ -90,6 +91,7 @@ __all__ = [
     "prove_packability",
     "quantise_experts",
     "quantise_layers",
+    "reach_positions",
     "read_head",
     "read_processors",
     "save_processors",

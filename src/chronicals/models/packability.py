@@ -124,25 +124,43 @@ def check_positions(model: Any, longest: int) -> None:
     """
     model = within_adapters(model)
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(stated, int) or not 0 < stated < longest:
-        return
-    found = (
-        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
-        f"documents have up to {longest:,}"
-    )
-    if last_position(model, longest):
-        raise ValueError(f"{found}: set max_seq_length to at most {stated}")
-    # Configurations differ in whether max_position_embeddings includes the scaling of rotary
-    # positions; no warning is logged for lengths that only one of the two readings covers.
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    if longest > stated * max(float(part.get("factor") or 1.0) for part in parts):
+    last = last_position(model, longest)
+    if last:
+        found = _too_long(model, longest, last)
+        raise ValueError(f"{found}: set max_seq_length to at most {last}")
+    found = positions_missing(model, longest)
+    if found:
         logger.warning(
             "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches "
             "further",
             found,
             stated,
         )
+
+
+def positions_missing(model: Any, longest: int) -> str:
+    """Return in words that documents are longer than ``model`` was made for; empty if not.
+
+    Configurations differ in whether ``max_position_embeddings`` includes the scaling of rotary
+    positions; nothing is said of lengths that only one of the two readings covers.
+    """
+    model = within_adapters(model)
+    text = model.config.get_text_config()
+    stated = getattr(text, "max_position_embeddings", None)
+    if not isinstance(stated, int) or not 0 < stated < longest:
+        return ""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    if longest <= stated * max(float(part.get("factor") or 1.0) for part in parts):
+        return ""
+    return _too_long(model, longest, stated)
+
+
+def _too_long(model: Any, longest: int, stated: int) -> str:
+    return (
+        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
+        f"documents have up to {longest:,}"
+    )
 
 
 def last_position(model: Any, longest: int) -> int | None:

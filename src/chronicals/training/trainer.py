@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.packs.packing import PackPlan, plan_epoch
 from chronicals.data.packs.steps import Steps
@@ -22,7 +23,7 @@ from chronicals.distributed import (
 )
 from chronicals.kernels.launch import identify_compiler
 from chronicals.memory import Moment, checkpoints_end_with_errors
-from chronicals.models import check_positions, count_values, embedding_table
+from chronicals.models import check_positions, count_values, embedding_table, reach_positions
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.policies.context_parallel import check_dealt, sharing_packs
@@ -135,7 +136,7 @@ class ChronicalsTrainer:
             self.callbacks = [
                 # Trackers come first: they read the earlier metrics that they continue from.
                 *build_trackers(self.config),
-                MetricsFile(self.output_dir / "metrics.jsonl"),
+                MetricsFile(self.output_dir / METRICS_FILE),
                 ProgressBar(),
                 *callbacks,
             ]
@@ -252,7 +253,7 @@ class ChronicalsTrainer:
             )
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
         longest += self.objective.answer_tokens
-        check_positions(model, longest)
+        reach_positions(model, longest, self.config.rope_scaling)
         for store in (train_store, eval_store):
             if store is not None:
                 check_dealt(store, self.objective, self.config)

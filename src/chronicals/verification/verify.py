@@ -39,7 +39,7 @@ from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.kernels.adamw import join_master
 from chronicals.memory import checkpoints_end_with_errors
-from chronicals.models import ModelShape, check_positions, embedding_table, has_4bit_layers
+from chronicals.models import ModelShape, embedding_table, has_4bit_layers, reach_positions
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
@@ -264,7 +264,7 @@ def _verify(
         Mesh(),
         answer_tokens=objective.answer_tokens,
     )
-    check_positions(model, store.longest + objective.answer_tokens)
+    reach_positions(model, store.longest + objective.answer_tokens, config.rope_scaling)
     plan = plan_epoch(store, config)
     config = with_token_ids(fit_learning_rate(config, Mesh(), model), tokenizer)
     drawn = None

@@ -17,7 +17,9 @@ from chronicals.data.packs.compiled import compiled
 WIDTH_BUCKETS = 8
 """``max_seqlen`` is a pack's width or that divided by 2, 4 or 8, so that few values occur.
 
-The room that is left in a pack is then at most this many filler documents.
+The room that is left in a pack is at most this many filler documents, each no longer than the
+smallest of these. A longer one would cost attention as much as a document of its length: behind a
+document of half a pack, as much again as the document itself.
 """
 
 ENTRY_SHARES = 8
@@ -172,7 +174,7 @@ def _assemble_batch(
             entries += 1
             bounds[entries] = at
         while at < end:
-            length = min(max_seqlen, end - at)
+            length = min(max_seqlen, -(-sizes.width // WIDTH_BUCKETS), end - at)
             columns[0, at : at + length] = sizes.filler
             columns[1, at : at + length] = IGNORED
             columns[2, at : at + length] = np.arange(length)
