@@ -29,18 +29,21 @@ def called(*words):
 OFFLOAD = ("--offload-experts", "--expert-memory", "0.06MiB")
 
 
+@pytest.mark.slow
 def test_generate_says_the_same(folder):
     asked = ("generate", folder, "--prompt", "a b", "--max-new-tokens", 8)
     expected, got = called(*asked), called(*asked, *OFFLOAD)
     assert expected[0] == got[0] == 0 and expected[1].splitlines()[-1] == got[1].splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_evaluate_measures_the_same(folder):
     asked = ("evaluate", folder, "--data", folder / "rows.jsonl", "--max-seq-length", 64)
     code, output = called(*asked, *OFFLOAD)
     assert code == 0, output
 
 
+@pytest.mark.slow
 def test_trace_writes_lines_of_events(folder, tmp_path):
     asked = ("moe", "trace", folder, "--data", folder / "rows.jsonl", "--output", tmp_path / "t")
     code, output = called(*asked, "--max-seq-length", 64, *OFFLOAD)

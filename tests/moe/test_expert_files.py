@@ -36,6 +36,7 @@ def logits(model):
         return model(IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_gives_the_same_bits(name, tmp_path):
     folder = saved(tmp_path, name)
@@ -46,6 +47,7 @@ def test_a_folder_gives_the_same_bits(name, tmp_path):
     streamed.offload.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", "Mixtral"])
 def test_a_folder_in_4_bits(name, tmp_path):
     """Codes and scales are those of whole stacks, also where a block of scales has two experts."""
@@ -157,6 +159,7 @@ def test_a_folder_that_is_none(tmp_path):
         chronicals.offload(families.routed("Qwen3Moe"), vram="1MiB", quantization="nf4")
 
 
+@pytest.mark.slow
 def test_quantised_as_a_whole_model_is(tmp_path):
     """A model that was quantised in memory and then offloaded, and a folder: one and the same."""
     folder = saved(tmp_path, "Olmoe", hidden_size=64, intermediate_size=32)

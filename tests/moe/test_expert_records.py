@@ -173,6 +173,7 @@ def read_shared(name, count, size, results):
     other.close()
 
 
+@pytest.mark.slow
 def test_processes_share_one_slab():
     name = f"test-{os.getpid()}"
     owner = HostSlab(5, 1000, name)
@@ -261,6 +262,7 @@ def test_planted_faults_of_the_engine_are_found(monkeypatch):
     model.offload.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp32", "nf4"])
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_the_share_of_the_cpu(name, form):
