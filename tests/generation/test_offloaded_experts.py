@@ -63,6 +63,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_sixty_four_greedy_tokens_are_the_same(name):
     model = MODELS[name]()
@@ -76,6 +77,7 @@ def test_sixty_four_greedy_tokens_are_the_same(name):
     streamed.offload.close()
 
 
+@pytest.mark.slow
 def test_the_engine_serves_it():
     model = MODELS["qwen3"]()
     prompts = [torch.randint(1, families.VOCABULARY, (length,)).tolist() for length in (3, 11, 6)]

@@ -88,6 +88,7 @@ def ids_of(tokens, rows=2):
     return torch.randint(1, families.VOCABULARY, (rows, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_bits_at_every_budget(name):
     model = build(name)
@@ -99,6 +100,7 @@ def test_the_same_bits_at_every_budget(name):
         streamed.offload.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
 @pytest.mark.parametrize("predictor", [None, "last", "wrong"])
 def test_neither_policy_nor_predictor_changes_a_bit(policy, predictor):
@@ -155,6 +157,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32
 """MXFP4 has blocks of 32 along the inputs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -185,6 +188,7 @@ def gradients(model, given):
     return families.states_and_gradients(model, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "nf4"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_gradients(name, form):

@@ -50,6 +50,7 @@ STREAMED = {"expert_memory": "0.06MiB"}
 """Five of twelve experts in fp32."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -126,6 +127,7 @@ def test_full_training_of_an_offloaded_model_is_refused(tmp_path):
     given.offload.close()
 
 
+@pytest.mark.slow
 def test_merging_is_refused_and_says_what_to_do(tmp_path):
     given = model()
     train(tmp_path, given, memory=["offload_experts"], max_steps=1, **STREAMED)
