@@ -34,6 +34,23 @@ def kernels_run() -> Iterator[None]:
 
 
 @contextmanager
+def rows_multiplied_alike() -> Iterator[None]:
+    """Within: a row of an interpreted product has the same bits at each place of a tile, as on a card.
+
+    numpy's own products give it others on processors without AVX-512; sums are in fp64 here.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, *options):
+        product = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+@contextmanager
 def counted_launches() -> Iterator[Counter[str]]:
     """Within: counts launches of kernels by their names, compiled or interpreted."""
     from triton.runtime.interpreter import InterpretedFunction

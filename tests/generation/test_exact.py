@@ -16,7 +16,7 @@ from chronicals.generation.sampling import Sampling
 from chronicals.generation.schedule import EngineSettings
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import fuse_weights, patch_model, patch_parts
-from interpreted import kernels_run
+from interpreted import kernels_run, rows_multiplied_alike
 
 LENGTHS = (3, 40, 17, 16, 32, 1, 25, 60, 9, 7, 11, 33, 48, 2, 5, 19, 50)
 NEW = 20
@@ -161,7 +161,7 @@ def test_in_bf16_kernels_give_the_same_bits(family, patched, device):
         Request(list(range(9, 22)), 2, Sampling(1.0), number=1),
         Request(list(range(3, 8)), 2, Sampling(1.5), number=2),
     ]
-    with kernels_run():
+    with kernels_run(), rows_multiplied_alike():
         if patched == "parts":
             patch_model(half)
         elif patched == "whole layers":
