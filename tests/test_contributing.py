@@ -73,6 +73,11 @@ def load(name: str, text: str, folder: Path):
     return module
 
 
+def names_of_tests(module):
+    """The names of the tests of a page."""
+    return {name for name in vars(module) if name.startswith("test_")}
+
+
 @pytest.fixture
 def kernel_and_tests(tmp_path, monkeypatch):
     kernel, tests = files_of("Add a kernel")
@@ -97,6 +102,12 @@ def test_the_kernel_on_the_page(kernel_and_tests):
         faults = [("positive * positive", "x * x"), ("dy * 2.0", "dy")]
         for old, new in faults:
             tests.test_planted_faults_are_found(old, new, device)
+    assert names_of_tests(tests) == {
+        "test_equals_the_formula",
+        "test_rows_may_be_strided",
+        "test_no_elements",
+        "test_planted_faults_are_found",
+    }
 
 
 @pytest.fixture
@@ -118,6 +129,11 @@ def test_the_objective_on_the_page(objective_tests, tmp_path, monkeypatch):
         tests.test_a_step_is_the_formula(packs, tmp_path / str(number))
     tests.test_a_pair_beyond_the_margin_has_no_loss()
     tests.test_a_wrong_sign_is_found(tmp_path / "wrong", monkeypatch)
+    assert names_of_tests(tests) == {
+        "test_a_step_is_the_formula",
+        "test_a_pair_beyond_the_margin_has_no_loss",
+        "test_a_wrong_sign_is_found",
+    }
 
 
 @pytest.fixture
@@ -138,6 +154,13 @@ def test_the_weight_format_on_the_page(format_tests, tmp_path, monkeypatch):
     tests.test_rows_are_divided_among_ranks()
     tests.test_adapters_are_trained_over_it(tmp_path)
     tests.test_a_wrong_zero_is_found(monkeypatch)
+    assert names_of_tests(tests) == {
+        "test_values_are_within_half_a_scale",
+        "test_a_layer_is_the_plain_layer_of_its_values",
+        "test_rows_are_divided_among_ranks",
+        "test_adapters_are_trained_over_it",
+        "test_a_wrong_zero_is_found",
+    }
 
 
 def test_the_page_names_places_that_exist():

@@ -141,7 +141,7 @@ def test_every_command_is_accepted(shown, tmp_path, monkeypatch):
     with command.make_context(name, rest) as context:
         values = context.params
     config = recipe_of(values).config()
-    build_objective(config)
+    assert type(build_objective(config)) is OBJECTIVES[config.objective]
     CHECKED_FURTHER.get(name, lambda values: None)(values)
 
 
@@ -149,7 +149,12 @@ def test_every_command_is_accepted(shown, tmp_path, monkeypatch):
 def test_every_recipe_is_accepted(page, text, tmp_path):
     (tmp_path / "recipe.yaml").write_text(text)
     given = Recipe.read_yaml(tmp_path / "recipe.yaml")
-    build_objective(Recipe(**{"model": "m", "data": "d", **given}).config())
+    recipe = Recipe(**{"model": "m", "data": "d", **given})
+    config = recipe.config()
+    assert config.objective == given.get("objective", "sft")
+    assert type(build_objective(config)) is OBJECTIVES[config.objective]
+    set_on_the_page = {name for name, value in given.items() if value not in ("auto", ["auto"])}
+    assert set_on_the_page <= recipe.explicit
 
 
 RUN = {

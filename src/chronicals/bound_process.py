@@ -42,7 +42,7 @@ class BoundProcess(subprocess.Popen):
             super().__init__(
                 guarded, start_new_session=True, pass_fds=[*pass_fds, read_end], **options
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the guard would wait for this end
             self._close_write_end()
             raise
         finally:

@@ -465,6 +465,24 @@ def test_a_trained_model_is_evaluated_by_the_rewards_of_its_run(tmp_path, capsys
     assert figures["reward"] == -figures["loss"] and 0 < figures["reward"] <= 1
 
 
+def test_rows_without_a_column_of_a_reward_are_told_before_the_model_is_loaded(tmp_path):
+    """There is only the configuration of a model, so its weights could not be loaded."""
+    folder = tmp_path / "model"
+    tiny.llama().config.save_pretrained(folder)
+    taught = {"objective": "grpo", "max_seq_length": 64}
+    (folder / "chronicals.json").write_text(json.dumps({"taught": taught}))
+    rows = [{"prompt": "what is 1 + 1?", "answer": "2"}, {"prompt": "what is 2 + 1?"}]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data", str(data), "--rewards", "exact", "--cache-dir", str(tmp_path / "tokens")]
+    ran = CliRunner().invoke(app, ["evaluate", str(folder), *flags])
+    assert isinstance(ran.exception, ConfigurationError), ran.output
+    assert "row 2: rewards: exact asks for the column 'answer'" in str(ran.exception)
+    data.write_text(json.dumps(rows[0]) + "\n")
+    ran = CliRunner().invoke(app, ["evaluate", str(folder), *flags])
+    assert "row 2" not in str(ran.exception) and ran.exception is not None  # it has no weights
+
+
 @pytest.mark.slow
 def test_held_out_answers_are_the_likeliest(tmp_path):
     """So they do not depend on the seed, by which the others are drawn."""

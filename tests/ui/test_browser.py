@@ -359,13 +359,17 @@ def test_a_failed_run_shows_its_reason_as_text(opened, site):
 
 def test_jobs_that_wait_are_listed_and_can_be_removed(opened, site):
     first = own_job(site, "import time; time.sleep(60)")
-    own_job(site, "pass", "runs/second")
+    until(lambda: first.is_alive, 20)
+    second = own_job(site, "pass", "runs/second")
     page = opened("/")
     page.get_by_text("cpu · 1").wait_for()
+    assert Queues(site.jobs).waiting() == {"cpu": [second.name]}
     page.get_by_role("button", name="Remove").click()
     until(lambda: page.get_by_text("cpu · 1").count() == 0, 10)
     first.stop()
     until(lambda: not first.is_alive)
+    page.wait_for_timeout(2000)  # the server looks at the queues each second
+    assert second.state == "stopped" and not second.log.exists()
 
 
 def test_ten_thousand_points_of_four_runs_are_drawn_and_followed(opened, site):
@@ -424,6 +428,7 @@ def test_languages(opened, site):
         page.locator(".language").click()
         page.get_by_role("option", name=name).click()
         page.locator(".title", has_text=word).wait_for()
+        assert page.locator(".title").inner_text() == word
 
 
 def test_the_best_trial_changes_the_form(opened, site):
@@ -445,6 +450,8 @@ def test_the_best_trial_changes_the_form(opened, site):
     page.get_by_role("button", name="Apply the best").click()
     page.wait_for_url("**/train/sft")
     until(lambda: field(page, "learning_rate").input_value() == "0.0002", 10)
+    drafts = site.root / ".chronicals-page" / "drafts"
+    assert read_record(drafts / "sft.json")["learning_rate"] == "0.0002"
 
 
 def test_experts_are_followed_from_a_recorded_file(opened, site):
@@ -463,7 +470,10 @@ def test_experts_are_followed_from_a_recorded_file(opened, site):
     page.get_by_text("20.00 GB/s").wait_for()
     with (folder / "io.jsonl").open("a") as file:
         file.write(json.dumps(miss) + "\n")
+        file.write(json.dumps({**line, "kind": "<b>write</b>"}) + "\n")
     page.get_by_text("60.0%").wait_for()
+    page.get_by_text("<b>write</b>").wait_for()
+    assert page.get_by_text("75.0%").count() == 0
 
 
 def status(site, path, host=None, **headers):
@@ -570,5 +580,7 @@ def test_help_of_fields_is_in_the_language_of_the_page(opened, site, language, t
     try:
         page = opened("/train/sft")
         page.locator(".field-help", has_text=text).wait_for()
+        shown = page.locator(".field-help").all_inner_texts()
+        assert len(shown) > 10 and "Peak learning rate" not in shown
     finally:
         kept.unlink()

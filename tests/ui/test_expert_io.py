@@ -44,6 +44,18 @@ def test_hits_rates_queue_and_stalls(tmp_path):
     assert points_of(read.queue, 1) == [(0, 2), (1, 1), (2, 0)] and points_of({}, 1) == []
 
 
+def test_lines_of_a_kind_that_is_not_known_are_counted_by_its_name(tmp_path):
+    path = tmp_path / "io.jsonl"
+    path.write_text("".join(RECORDED) + line("write", 13.0) + line("by_cpu", 13.0) * 2)
+    read = ExpertIO(path)
+    read.read_on()
+    assert read.others == {"by_cpu": 2, "write": 1} and read.steps == 2
+    assert read.queue[13] == 0  # no transfer
+    path.write_text("".join(RECORDED))
+    read.read_on()
+    assert not read.others
+
+
 def test_a_ring_that_began_anew_is_read_anew(tmp_path):
     path = tmp_path / "io.jsonl"
     path.write_text("".join(RECORDED))

@@ -222,7 +222,9 @@ def test_links_below_a_folder_of_rows_may_not_lead_out_of_the_root(form, tmp_pat
 def test_names_of_the_hub_and_patterns_in_the_root_are_taken(form, tmp_path):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "a.jsonl").touch()
-    form.recipe({"model": "Qwen/Qwen2.5-0.5B", "data": "parts/*.jsonl\nowner/set"})
+    recipe = form.recipe({"model": "Qwen/Qwen2.5-0.5B", "data": "parts/*.jsonl\nowner/set"})
+    assert recipe.model == "Qwen/Qwen2.5-0.5B"
+    assert [source.path for source in recipe.data] == ["parts/*.jsonl", "owner/set"]
 
 
 def test_a_reward_is_built_in_or_of_a_file_in_the_root(form, tmp_path):

@@ -233,7 +233,7 @@ class ArmProcess:
                 if time.monotonic() > end:
                     raise ArmTimedOut(f"took longer than {timeout:.0f} s")
                 time.sleep(_POLL_SECONDS)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: an arm must not go on computing
             self.kill()
             raise
 

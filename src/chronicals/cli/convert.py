@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,11 +62,16 @@ def convert_command(
     from rich.console import Console
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
-    counts = [
-        f"{sum(line.answer.kind == kind for line in conversion.lines)} {kind}"
-        for kind in ("mapped", "not needed", "not there", "not known")
-    ]
-    console.print(f"[bold]{conversion.theirs.tool}[/] {', '.join(counts)}; the recipe is {output}")
+    tool = conversion.theirs.tool
+    console.print(f"[bold]{tool}[/] {_counts(conversion)}; the recipe is {output}")
+
+
+def _counts(conversion: Conversion) -> str:
+    """Return how many settings became of each kind: ``12 mapped, 3 not needed, …``."""
+    from chronicals.convert.answers import KINDS
+
+    counted = Counter(line.answer.kind for line in conversion.lines)
+    return ", ".join(f"{counted[kind]} {kind}" for kind in KINDS)
 
 
 def _show(conversion: Conversion) -> None:
@@ -76,15 +82,21 @@ def _show(conversion: Conversion) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("line", "theirs", "becomes", "why"):
-        table.add_column(column, overflow="fold", justify="right" if column == "line" else "left")
+    table.add_column("line", justify="right")
+    for column in ("theirs", "becomes", "why"):
+        table.add_column(column, overflow="fold")
     for line in conversion.lines:
-        setting, answer = line.setting, line.answer
+        setting = line.setting
         if setting.value is None:
             continue
         value = str(setting.value)
-        value = value if len(value) <= LONGEST_VALUE else f"{value[: LONGEST_VALUE - 1]}…"
-        ours = ", ".join(f"{name}: {one}" for name, one in answer.fields.items())
-        cells = (f"{setting.name}: {value}", ours or answer.kind, answer.reason)
-        table.add_row(str(setting.line), *map(escape, cells))
+        if len(value) > LONGEST_VALUE:
+            value = f"{value[: LONGEST_VALUE - 1]}…"
+        fields = [f"{name}: {one}" for name, one in line.answer.fields.items()]
+        table.add_row(
+            str(setting.line),
+            escape(f"{setting.name}: {value}"),
+            escape(", ".join(fields) or line.answer.kind),
+            escape(line.answer.reason),
+        )
     Console(highlight=False).print(table)

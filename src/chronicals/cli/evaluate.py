@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,11 +100,12 @@ def evaluate_command(
     from chronicals.config import ConfigurationError, Recipe
     from chronicals.config.sections import merged
     from chronicals.data.tokens.chat_templates import with_chat_template
-    from chronicals.distributed import warn_of_other_processes
+    from chronicals.distributed import Mesh, warn_of_other_processes
     from chronicals.generation import load_trained
-    from chronicals.objectives import OBJECTIVES, NextToken
+    from chronicals.objectives import OBJECTIVES, NextToken, build_objective
     from chronicals.objectives.reference import with_reference
     from chronicals.saving import SavedModel
+    from chronicals.training.rollouts.rollout_run import check_prompts, rewards_of
     from chronicals.training.run.evaluation import evaluate_data
 
     warn_of_other_processes("evaluate")
@@ -111,7 +113,6 @@ def evaluate_command(
     about = SavedModel.find(model, base_model).about
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
     place = placing(offload_experts, expert_memory)
-    trained = load_trained(model, base_model, trust_remote_code, scored_by.load, place)
     asked = {
         "data": data,
         "max_seq_length": max_seq_length,
@@ -127,7 +128,7 @@ def evaluate_command(
         "gate": gate,
         "cache_dir": cache_dir,
     }
-    fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
+    fields: dict[str, Any] = {"max_seq_length": 2048, **about.get("taught", {})}
     if objective not in (None, fields.get("objective")):
         fields.pop("sections", None)  # settings of the objective that it was trained by
         if objective == "distill" and teacher is None:
@@ -145,8 +146,14 @@ def evaluate_command(
     fields |= fields_from_flags(asked)
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     config = with_reference(recipe.config(), about.get("reference"), reference_model)
-    tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
-    figures = evaluate_data(trained.model, tokenizer, recipe.sources[0], config).to_dict()
+    rows = recipe.sources[0]
+    built = build_objective(config)
+    started = rewards_of(built, config, Mesh())
+    with nullcontext() if started is None else started:
+        check_prompts(built, started, (rows, None), config, Mesh())  # before the model is loaded
+        trained = load_trained(model, base_model, trust_remote_code, scored_by.load, place)
+        tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
+        figures = evaluate_data(trained.model, tokenizer, rows, config, started).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(

@@ -29,6 +29,9 @@ RESUME_FILE = "resume.yaml"
 """File in the folder of a run with the recipe that ``--resume`` reads. A user's own recipe there
 may be called ``recipe.yaml``."""
 
+METRICS_FILE = "metrics.jsonl"
+"""File in the folder of a run with a line for each logged step."""
+
 PATH_FIELDS = {
     "model",
     "base_model",

@@ -1,4 +1,4 @@
-"""What becomes of another tool's setting, by the tables of names and values of ``config.foreign``.
+"""Answers to another tool's settings, by the tables of names and values of ``config.foreign``.
 
 The tables are those that answer an unknown field of a recipe, so a name stands in one place.
 """
@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from chronicals.config import Recipe, foreign_data
 from chronicals.config.foreign import (
@@ -22,7 +22,8 @@ from chronicals.config.foreign import (
 )
 from chronicals.config.foreign_values import ANY, BY_VALUE, OWN_VALUES, as_key
 
-Kind = Literal["mapped", "not needed", "not there", "not known"]
+AnswerKind = Literal["mapped", "not needed", "not there", "not known"]
+KINDS: tuple[AnswerKind, ...] = get_args(AnswerKind)
 
 LEAVE_OUT = "leave it out"
 """Beginning of an answer that sets nothing."""
@@ -46,7 +47,7 @@ PERMITS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What becomes of one setting.
+    """The answer to one setting: what becomes of it here.
 
     Attributes:
         kind: ``mapped`` to fields of ours, ``not needed`` here, ``not there`` in this version, or
@@ -55,7 +56,7 @@ class Answer:
         reason: why nothing is needed, what is missing, or how the values were computed.
     """
 
-    kind: Kind
+    kind: AnswerKind
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
 

@@ -1,4 +1,4 @@
-"""What another tool takes where a setting is left out, in our words, where ours is another.
+"""Defaults of other tools for settings that are left out, in our words, where ours are others.
 
 Sources: transformers' ``TrainingArguments``, TRL's configurations (1.16), Axolotl's schemas
 (067b021) and builder, LLaMA-Factory's arguments (ff6d4d1).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from chronicals.config import foreign_data
 from chronicals.config.foreign import SOURCE_FIELDS
@@ -16,6 +16,7 @@ from chronicals.config.foreign_values import ABSENT_OBJECTIVES
 from chronicals.config.values import exists_here, is_init
 from chronicals.convert import factory_data
 from chronicals.convert.answers import (
+    FIELDS,
     Answer,
     from_tables,
     mapped,
@@ -42,7 +43,7 @@ PAIRS = ("dpo", "ipo", "simpo", "cpo", "orpo", "reward")
 ROLLOUTS = ("grpo", "rloo")
 """Objectives that draw answers."""
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
+SCHEDULES = get_args(FIELDS["lr_scheduler"].annotation)
 
 NEEDS_STEPS = "it is a share of {what}, whose steps depend on the data: chronicals train --check says how many there are"
 

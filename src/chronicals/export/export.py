@@ -258,7 +258,7 @@ def _export_one(
                 f"{target}: is not the trained model, and was not kept: "
                 f"{'; '.join(map(str, proof.failed))}"
             )
-    except Exception:
+    except BaseException:  # Ctrl-C too: nothing that was not proved stays
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise
     for check in proof.checks:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import yaml
 
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.export.artefact import EXPORTS, PROOF, proof_of
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Check, Proof
@@ -61,7 +62,7 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     Paths of this machine are not in it; data in files have only their names.
     """
     folders = list(Path(source.saved.place).parents)[:3]
-    run = next((folder for folder in folders if (folder / "metrics.jsonl").exists()), None)
+    run = next((folder for folder in folders if (folder / METRICS_FILE).exists()), None)
     recipe: dict[str, Any] = {}  # of a run that was started from the command line
     if run is not None and (run / "resume.yaml").exists():
         recipe = yaml.safe_load((run / "resume.yaml").read_text()) or {}
@@ -92,7 +93,7 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
         parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
     if run is not None:
         # The run's training losses, with the last held-out loss.
-        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        logged = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
         steps = [line for line in logged if "loss" in line]
         evaluations = [line for line in logged if "eval_loss" in line]
         if steps:

@@ -36,7 +36,7 @@ are; the log-probability of the likeliest of some 10^5 tokens moves no further.
 
 @dataclass(frozen=True)
 class GreedyText:
-    """What a model goes on with, and the log-probability of each token, nats."""
+    """Greedy continuation of a document, and the log-probability of each of its tokens, nats."""
 
     tokens: list[int]
     log_probabilities: list[float]

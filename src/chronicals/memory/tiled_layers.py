@@ -28,7 +28,7 @@ from chronicals.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class LayerTiles:
-    """How decoder layers run in tiles as a whole.
+    """Settings by which decoder layers run in tiles as a whole.
 
     Attributes:
         rows: rows of a tile.

@@ -152,7 +152,7 @@ class NoSettings:
 
 @dataclass(frozen=True)
 class AnswerFacts:
-    """What a definition is told of an answer that the model has drawn.
+    """Facts about an answer that the model has drawn, for a definition of the loss.
 
     Attributes:
         advantage: over the other answers to its prompt.

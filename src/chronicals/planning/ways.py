@@ -15,14 +15,12 @@ from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_model
 from chronicals.policies import Facts
 from chronicals.policies.facts import fillable
-from chronicals.policies.fit import can_fit, what_would_do
+from chronicals.policies.fit import GIGA, can_fit, what_would_do
 from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, smallest_card
 from chronicals.policies.solver import settle_sharding
 
 logger = logging.getLogger(__name__)
-
-GIGA = 10**9
 
 
 def with_way(recipe: Recipe, total: int, ranks: int = 1) -> Recipe:

@@ -15,13 +15,10 @@ from chronicals.policies.policy import (
     Running,
     register_policy,
 )
-from chronicals.policies.step_time import StepWork
+from chronicals.policies.step_time import GRADIENT_BYTES, StepWork
 
 LEAN_LOGIT_ROWS = 1024
 """Rows of logits at a time, which need a quarter of the default's memory."""
-
-GRADIENT_BYTES = 8
-"""Bytes moved to add a chunk's gradient of a value of the head to its fp32 sum: read and written."""
 
 
 class LogitRows(Policy):

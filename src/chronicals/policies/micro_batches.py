@@ -8,10 +8,7 @@ from dataclasses import replace
 from chronicals.config import ChronicalsConfig
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Remedy, register_policy
-from chronicals.policies.step_time import StepWork
-
-GRADIENT_BYTES = 8
-"""Bytes moved to add a micro-batch's gradient of a value to its fp32 sum: it is read and written."""
+from chronicals.policies.step_time import GRADIENT_BYTES, StepWork
 
 FULL_TOKENS = 8192
 """Tokens of a forward pass from which more are hardly faster.

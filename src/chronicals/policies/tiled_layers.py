@@ -21,10 +21,7 @@ from chronicals.policies.policy import (
     Stage,
     register_policy,
 )
-from chronicals.policies.step_time import OTHER_KERNELS, StepWork
-
-SUM_BYTES = 4
-"""Bytes of a value of the gradients that are summed over tiles: they are fp32."""
+from chronicals.policies.step_time import OTHER_KERNELS, SUM_BYTES, StepWork
 
 OFFERED_TILES = 4
 """Tiles of a batch from which ``fit`` considers the policy: below, what one tile holds is a large

@@ -20,14 +20,11 @@ from chronicals.policies.policy import (
     Stage,
     register_policy,
 )
-from chronicals.policies.step_time import SKIPPED, StepWork
+from chronicals.policies.step_time import SKIPPED, SUM_BYTES, StepWork
 from chronicals.step_work import MERGED_PROJECTIONS
 
 MLP = ("gate_up", "down")
 """Products of an MLP."""
-
-SUM_BYTES = 4
-"""Bytes of a value of the gradients that are summed over tiles: they are fp32."""
 
 
 class TiledMLP(Policy):

@@ -34,7 +34,7 @@ LONGEST_REASON = 400
 
 @dataclass(frozen=True)
 class Values:
-    """What a call gives for its rows.
+    """Result of a call for its rows.
 
     Attributes:
         values: a number for each row, None where the reward does not apply or has failed.

@@ -11,7 +11,7 @@ from chronicals.rewards.process import RewardProcess
 
 
 class Reward(ABC):
-    """What scores rows.
+    """Interface of what scores rows.
 
     Attributes:
         needed: columns without which it cannot be called.

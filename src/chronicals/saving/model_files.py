@@ -246,7 +246,7 @@ def _load_peft(folder: Path, model: Any) -> None:
                     raise ValueError(
                         f"{name} is another there; projection_prng_key must be the same"
                     )
-    except Exception:
+    except BaseException:  # Ctrl-C too: the model is as it was, or as the file is
         for name, tensor in trained(model):
             tensor.copy_(before[name])
         raise

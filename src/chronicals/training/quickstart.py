@@ -71,12 +71,12 @@ class Size:
 
 
 CPU = Size(
-    width=192,
+    width=128,
     layers=4,
     vocab_size=2048,
     epochs=4,
     batch_size=1,
-    learning_rate=2e-3,
+    learning_rate=3e-3,
     mixed_precision="fp32",
 )
 CARD = Size(

@@ -546,7 +546,7 @@ class Session:
 
     @property
     def recorder(self) -> Recorder | None:
-        """What captures the graphs of steps; None without graphs, or outside ``stepping``."""
+        """Recorder of the graphs of steps; None without graphs, or outside ``stepping``."""
         return None if self._graphed is None else self._graphed.recorder
 
     def release_graphs(self) -> None:

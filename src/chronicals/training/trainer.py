@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.packs.packing import PackPlan, plan_epoch
 from chronicals.data.packs.steps import Steps
@@ -135,7 +136,7 @@ class ChronicalsTrainer:
             self.callbacks = [
                 # Trackers come first: they read the earlier metrics that they continue from.
                 *build_trackers(self.config),
-                MetricsFile(self.output_dir / "metrics.jsonl"),
+                MetricsFile(self.output_dir / METRICS_FILE),
                 ProgressBar(),
                 *callbacks,
             ]

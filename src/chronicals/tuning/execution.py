@@ -10,7 +10,7 @@ from typing import Any
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import laid_over
-from chronicals.config.recipe import RESUME_FILE
+from chronicals.config.recipe import METRICS_FILE, RESUME_FILE
 from chronicals.saving import remove_folder
 from chronicals.tuning.feasibility import why_too_large
 from chronicals.tuning.fields import SPEED
@@ -25,7 +25,6 @@ from chronicals.tuning.trial import State, Trial
 POLL_SECONDS = 0.05
 """Seconds between two looks at a run."""
 
-METRICS = "metrics.jsonl"
 
 GivesUp = Callable[[Trial], bool]
 """Says of a running trial, after a report, whether it is behind the others."""
@@ -64,7 +63,8 @@ class Execution:
         try:
             recipe = self._recipe(trial)
             legs = self.schedule.legs(recipe)
-            too_large = None if self._has_begun(trial) else why_too_large(recipe)
+            begun = any(self.study.folder_of(trial).glob(f"*/{RESUME_FILE}"))
+            too_large = None if begun else why_too_large(recipe)
         except ConfigurationError as error:  # values that do not agree with each other
             return self._ended(replace(trial, state=State.REFUSED, reason=str(error)), ())
         if too_large is not None:
@@ -96,10 +96,6 @@ class Execution:
         make_model(self.space.recipe, sizes, model, trial.seed)
         return recipe.replace(model=str(model))
 
-    def _has_begun(self, trial: Trial) -> bool:
-        """Return whether an earlier tuner began a run of a trial."""
-        return any(self.study.folder_of(trial).glob(f"*/{RESUME_FILE}"))
-
     def _ended(self, trial: Trial, legs: Sequence[Leg]) -> Trial:
         """Keep a trial that has ended; weights and checkpoints of its runs are removed."""
         trial = replace(trial, ended=time.time())
@@ -124,7 +120,7 @@ class Execution:
         }
         Recipe(**laid_over(own, fields)).write_to(folder / leg.name)
         wait_until_free(folder / leg.name)
-        tail = MetricsTail(folder / leg.name / METRICS)
+        tail = MetricsTail(folder / leg.name / METRICS_FILE)
         process = RunProcess(folder / leg.name, folder / LOG_FILE, self.program)
         try:
             while not process.ended():
@@ -206,7 +202,7 @@ class Execution:
     def _timed(self, trial: Trial, leg: Leg, lines: Sequence[Mapping[str, Any]]) -> Trial:
         """Return a trial with its speed, or refused if its steps are not those of trial 0."""
         speed = speed_of(lines)
-        first = self.study.folder_of(replace(trial, number=0)) / leg.name / METRICS
+        first = self.study.folder_of(replace(trial, number=0)) / leg.name / METRICS_FILE
         different = why_other_steps(lines, MetricsTail(first).look())
         if different is not None:
             return replace(trial, state=State.REFUSED, reason=different)

@@ -1,4 +1,4 @@
-"""Which trials need not be run, because the plan says that they cannot fit."""
+"""Trials that need not be run, because the plan says that they cannot fit."""
 
 from __future__ import annotations
 

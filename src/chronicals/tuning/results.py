@@ -1,4 +1,4 @@
-"""What a study found: the best trials over several seeds, beside the user's own settings."""
+"""Results of a study: the best trials over several seeds, beside the user's own settings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Results:
-    """What a study found.
+    """Results of a study.
 
     Attributes:
         own: the user's own settings.

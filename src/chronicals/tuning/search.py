@@ -1,4 +1,4 @@
-"""What is tried next, and which trial is given up: optuna, asked about the trials that there are.
+"""Choice of the next trial, and of those that are given up: optuna, asked about all trials so far.
 
 Each question builds a study in memory from the trials' folders, so that optuna keeps nothing which
 a killed process could lose, double or leave running. Its seed is that of the study plus the number

@@ -2,13 +2,15 @@
 
 A line is ``{t, kind, tier, layer, expert, bytes, us}``: ``t`` in seconds, ``kind`` one of ``hit``,
 ``miss``, ``load``, ``evict``, ``prefetch``, ``stall`` and ``step``, ``tier`` where the expert was
-looked for or read from, ``us`` the microseconds that it took.
+looked for or read from, ``us`` the microseconds that it took. Of other kinds, which an engine of
+another version may write, the number of lines is kept.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +51,7 @@ class Tier:
 
 @dataclass
 class ExpertIO:
-    """What the experts of a run moved so far.
+    """Sums over what the experts of a run moved so far.
 
     Attributes:
         path: of the file.
@@ -58,6 +60,7 @@ class ExpertIO:
         queue: transfers that were asked for and not done, at the end of each second.
         stalled: milliseconds of waiting by second.
         steps: number of steps.
+        others: number of lines of each other kind.
     """
 
     path: Path
@@ -66,6 +69,7 @@ class ExpertIO:
     queue: dict[int, int] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
     steps: int = 0
+    others: Counter[str] = field(default_factory=Counter)
     _position: tuple[int, int] = (0, 0)
     _asked: int = 0
 
@@ -113,12 +117,14 @@ class ExpertIO:
             self.stalled[second] = self.stalled.get(second, 0.0) + line["us"] / 1e3
         elif kind == "step":
             self.steps += 1
-        if kind == "prefetch":
+        elif kind == "prefetch":
             self._asked += 1
-        if kind == "load":
+        elif kind == "load":
             self._asked = max(self._asked - 1, 0)
             tier.moved += line["bytes"]
             tier.busy += line["us"] / 1e6
             moved = self.moved.setdefault(line["tier"], {})
             moved[second] = moved.get(second, 0) + line["bytes"]
+        else:
+            self.others[str(kind)] += 1
         self.queue[second] = self._asked

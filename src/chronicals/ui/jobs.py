@@ -99,7 +99,7 @@ class Job:
 
     @property
     def state(self) -> State:
-        """Where the job is now, by its files and by its process."""
+        """State of the job now, by its files and by its process."""
         ended = read_record(self.folder / ENDED)
         if ended is not None:
             return _state_of(ended["code"], (self.folder / STOP).exists())

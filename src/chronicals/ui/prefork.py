@@ -61,7 +61,7 @@ def _run(request: dict[str, Any]) -> int:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except (Exception, KeyboardInterrupt):
         traceback.print_exc()
         code = 1
     sys.stdout.flush()

@@ -31,7 +31,7 @@ BEGINS_WITH_FIELD = re.compile(r"(\w+)(?:[=:]|\b)")
 
 @dataclass(frozen=True)
 class Faults(Exception):
-    """What is wrong with a form.
+    """Messages on what is wrong with a form.
 
     Attributes:
         by_field: messages by the name of their field.

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.recipe import RESUME_FILE
+from chronicals.config.recipe import METRICS_FILE, RESUME_FILE
 from chronicals.ui.jobs import Job, Jobs, last_lines
 from chronicals.ui.place import Place
 
 RunState = Literal["waiting", "starting", "running", "finished", "stopped", "failed", "unfinished"]
 
-METRICS = "metrics.jsonl"
 REPORT = "report.html"
 SAMPLES = "samples.jsonl"
 MODEL = "model"
@@ -52,7 +51,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Where the run is, by its job, or without one by its files."""
+        """State of the run, by its job, or without one by its files."""
         if self.job is not None:
             return self.job.state
         if (self.folder / MODEL).exists():
@@ -64,7 +63,7 @@ class Run:
     def changed(self) -> float:
         """Time of the last line of its metrics, in seconds since 1970."""
         try:
-            return (self.folder / METRICS).stat().st_mtime
+            return (self.folder / METRICS_FILE).stat().st_mtime
         except OSError:
             return self.job.created if self.job else 0.0
 
@@ -154,7 +153,7 @@ def last_records(file: Path, count: int) -> list[dict[str, Any]]:
 
 def is_run(folder: Path) -> bool:
     """Return whether training wrote a folder."""
-    return (folder / METRICS).is_file() or (folder / RESUME_FILE).is_file()
+    return (folder / METRICS_FILE).is_file() or (folder / RESUME_FILE).is_file()
 
 
 def run_folders(folder: Path, deepest: int = DEEPEST) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.ui.chats import Chats
 from chronicals.ui.commands import Answer, Commands
 from chronicals.ui.drafts import Drafts
@@ -47,7 +48,7 @@ OBJECTIVES = (
 
 @dataclass
 class Services:
-    """What the pages of a place share.
+    """Services that the pages of a place share.
 
     Attributes:
         place: the root.
@@ -81,7 +82,7 @@ class Services:
 
     @cached_property
     def drafts(self) -> Drafts:
-        """What was typed into forms."""
+        """Texts that were typed into forms."""
         return Drafts(self.place)
 
     @cached_property
@@ -138,7 +139,7 @@ class Services:
 
     def metrics(self, run: Run) -> Metrics:
         """Return the curves of a run, read up to the last line."""
-        known = self._metrics.setdefault(run.name, Metrics(run.folder / "metrics.jsonl"))
+        known = self._metrics.setdefault(run.name, Metrics(run.folder / METRICS_FILE))
         known.read_on()
         return known
 

@@ -221,7 +221,7 @@ def forked(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
             with ThreadPoolExecutor(1) as beside:
                 beside.submit(serving, own).result()
             status = 0
-        except BaseException:
+        except BaseException:  # whatever it is, a fork ends here with its trace
             traceback.print_exc()
             sys.stderr.flush()
         finally:

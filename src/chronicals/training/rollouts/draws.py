@@ -46,7 +46,7 @@ as a third of an update."""
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How answers are drawn.
+    """Settings by which answers are drawn.
 
     Attributes:
         answers: to each prompt.

@@ -11,11 +11,12 @@ from chronicals.distributed import Mesh
 from chronicals.generation import Answer, Engine, Request
 from chronicals.models import check_positions, embedding_table, input_device, present
 from chronicals.objectives.policy_gradient import PolicyGradient
+from chronicals.rewards import Rewards
 from chronicals.training.preparation import readable_again
 from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.draws import Draws, DrawSettings, PromptRows
 from chronicals.training.rollouts.rollout_maker import RolloutMaker
-from chronicals.training.rollouts.rollout_run import RolloutRun, rewards_of
+from chronicals.training.rollouts.rollout_run import RolloutRun
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps
 from chronicals.training.rollouts.scoring import Scoring
 from chronicals.training.run.evaluation import Evaluation, evaluate
@@ -28,6 +29,7 @@ def evaluate_prompts(
     data: RowSource,
     config: ChronicalsConfig,
     objective: PolicyGradient,
+    rewards: Rewards,
 ) -> Evaluation:
     """Return the mean reward of greedy answers to prompts.
 
@@ -35,46 +37,44 @@ def evaluate_prompts(
         model: the model, on its device.
         tokenizer: its tokenizer.
         data: the prompts.
-        config: with the rewards.
+        config: configuration of a training run on such prompts.
         objective: built of ``config``.
+        rewards: score the answers.
 
     Raises:
-        ConfigurationError: there is no reward, or rows lack a column of one.
+        ConfigurationError: rows lack a column of a reward.
         DataError: the prompts cannot be read.
     """
     data = readable_again(data)
-    rewards = rewards_of(objective, config, Mesh())
-    assert rewards is not None
-    with rewards:
-        embedding_rows = embedding_table(model).shape[0]
-        store = open_store(
-            data,
-            tokenizer,
-            config,
-            embedding_rows=embedding_rows,
-            kinds=objective.row_kinds,
-            scored=True,
-            answer_tokens=objective.answer_tokens,
-        )
-        check_positions(model, store.longest + objective.answer_tokens)
-        run = RolloutRun.of(objective, tokenizer, rewards, (data, None), config, Mesh())
-        rows = PromptRows(store, run.records[0])
-        presented = present(
-            model,
-            config.use_fused_kernels,
-            config.use_flash_attention,
-            shared_prompts=objective.shares_prompts(),
-        )
-        engine = Engine(model)
+    embedding_rows = embedding_table(model).shape[0]
+    store = open_store(
+        data,
+        tokenizer,
+        config,
+        embedding_rows=embedding_rows,
+        kinds=objective.row_kinds,
+        scored=True,
+        answer_tokens=objective.answer_tokens,
+    )
+    check_positions(model, store.longest + objective.answer_tokens)
+    run = RolloutRun.of(objective, tokenizer, rewards, (data, None), config, Mesh())
+    rows = PromptRows(store, run.records[0])
+    presented = present(
+        model,
+        config.use_fused_kernels,
+        config.use_flash_attention,
+        shared_prompts=objective.shares_prompts(),
+    )
+    engine = Engine(model)
 
-        def generate(requests: Sequence[Request]) -> list[list[Answer]]:
-            with presented.attending_as_before():
-                return engine.generate(requests)
+    def generate(requests: Sequence[Request]) -> list[list[Answer]]:
+        with presented.attending_as_before():
+            return engine.generate(requests)
 
-        settings = DrawSettings.greedy(objective.settings)
-        draws = Draws(generate, tokenizer, rows, settings, config.seed)
-        scoring = Scoring(tokenizer, rows, rewards, Mesh())
-        packs = AnswerPacks(config, filler_token(tokenizer, embedding_rows))
-        steps = HeldOutSteps(rows, RolloutMaker(objective, draws, scoring), packs)
-        with presented.attending_documents():
-            return evaluate(presented, objective, steps, Precision("fp32", input_device(model)))
+    settings = DrawSettings.greedy(objective.settings)
+    draws = Draws(generate, tokenizer, rows, settings, config.seed)
+    scoring = Scoring(tokenizer, rows, rewards, Mesh())
+    packs = AnswerPacks(config, filler_token(tokenizer, embedding_rows))
+    steps = HeldOutSteps(rows, RolloutMaker(objective, draws, scoring), packs)
+    with presented.attending_documents():
+        return evaluate(presented, objective, steps, Precision("fp32", input_device(model)))

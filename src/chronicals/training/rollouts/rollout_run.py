@@ -1,4 +1,4 @@
-"""What a run with rollouts needs beside one on stored tokens."""
+"""Parts of a run with rollouts, beside those of one on stored tokens."""
 
 from __future__ import annotations
 

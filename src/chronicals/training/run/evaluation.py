@@ -28,6 +28,7 @@ from chronicals.models import (
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.objectives.policy_gradient import PolicyGradient
+from chronicals.rewards import Rewards, build_rewards
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.step.metrics import Moment
 from chronicals.training.step.optimizer import Precision
@@ -200,12 +201,21 @@ def evaluate_data(
     tokenizer: PreTrainedTokenizerBase,
     data: RowSource,
     config: ChronicalsConfig,
+    rewards: Rewards | None = None,
 ) -> Evaluation:
     """Evaluate a model on data, as training does.
 
     Of an objective that draws answers it is the mean reward of greedy ones. The reference policy of
-    an objective is ``reference_model`` of its settings, or the model
-    without its adapters (``reference="adapters_off"``).
+    an objective is ``reference_model`` of its settings, or the model without its adapters
+    (``reference="adapters_off"``).
+
+    Args:
+        model: the model, on its device.
+        tokenizer: its tokenizer.
+        data: the rows.
+        config: configuration of a training run on such rows.
+        rewards: of an objective that draws answers; by default those of ``config``, which are
+            started and closed here.
 
     Raises:
         ConfigurationError: the objective has a reference policy, and the settings do not name it.
@@ -221,7 +231,10 @@ def evaluate_data(
         # It imports what evaluates runs, from here.
         from chronicals.training.rollouts.evaluation import evaluate_prompts
 
-        return evaluate_prompts(model, tokenizer, data, config, objective)
+        if rewards is not None:
+            return evaluate_prompts(model, tokenizer, data, config, objective, rewards)
+        with build_rewards(config) as own_rewards:
+            return evaluate_prompts(model, tokenizer, data, config, objective, own_rewards)
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(
         data,

@@ -10,6 +10,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.config.config import TARGET_FIELDS
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.config.reward_entries import reward_text
 from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
@@ -139,7 +140,7 @@ def finish(
                 facts["held-out loss"] = f"{evaluation.loss:.4f}"
             facts["processes"] = ranks.count
             title = f"chronicals: {run.output_dir.name}"
-            metrics = read_metrics(run.output_dir / "metrics.jsonl")
+            metrics = read_metrics(run.output_dir / METRICS_FILE)
             data = data_reports(run.output_dir)
             device = input_device(model)
             drawn = [line for line in read_samples(run.output_dir) if "rollout" in line]

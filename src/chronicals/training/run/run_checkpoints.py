@@ -410,7 +410,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 write_divided,
                 ready,
             )
-        except BaseException:
+        except BaseException:  # Ctrl-C too: other ranks wait for these files
             if files is not None:
                 files.give_up()
             raise

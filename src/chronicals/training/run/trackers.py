@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.recipe import METRICS_FILE
 from chronicals.standard_json import to_json
 from chronicals.training.run.callbacks import Callback, read_metrics
 from chronicals.training.run.evaluation import Evaluation
@@ -433,7 +434,7 @@ def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
 
     They are ``train`` or ``eval``, the step, and the values.
     """
-    for line in read_metrics(run.output_dir / "metrics.jsonl"):
+    for line in read_metrics(run.output_dir / METRICS_FILE):
         step = line.pop("step")
         line.pop("time", None)
         if "eval_loss" in line:

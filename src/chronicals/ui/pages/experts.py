@@ -14,6 +14,9 @@ from chronicals.ui.words import Say
 
 DRAFT = "experts"
 
+MOST_OTHERS = 12
+"""Kinds of lines that this page does not know, of which the numbers are shown."""
+
 
 def add_experts(services: Services) -> None:
     """Add the page."""
@@ -75,6 +78,10 @@ class _ExpertPanel:
                 stall = self.read.stall_milliseconds
                 fact("-" if stall is None else f"{stall:.3g} ms", self.say("experts.stall"))
                 fact(f"{self.read.steps:,}", self.say("experts.steps"))
+            if self.read.others:
+                with card(self.say("experts.others")), ui.element("div").classes("facts"):
+                    for kind, count in self.read.others.most_common(MOST_OTHERS):
+                        fact(f"{count:,}", kind)
         self._draw(self.read)
 
     def _draw(self, read: ExpertIO) -> None:

@@ -80,7 +80,8 @@ class _RunTable:
         runs = self.services.runs.all()[:MOST_LISTED]
         metrics = {run.name: self.services.metrics(run) for run in runs[:MOST_COMPARED]}
         chosen = self._chosen(runs)
-        metrics |= {name: self.services.metrics(self._of(runs, name)) for name in chosen}
+        by_name = {run.name: run for run in runs}
+        metrics |= {name: self.services.metrics(by_name[name]) for name in chosen}
         states = {run.name: run.state for run in runs}
         waiting = self.services.queues.waiting()
         steps = {name: (one.step, one.value("loss")) for name, one in metrics.items()}
@@ -90,10 +91,6 @@ class _RunTable:
             self._show_queue(waiting)
             self._show_table(runs, states, chosen)
         self._show_charts(chosen)
-
-    @staticmethod
-    def _of(runs: list[Run], name: str) -> Run:
-        return next(run for run in runs if run.name == name)
 
     def _chosen(self, runs: list[Run]) -> list[str]:
         """Return the runs that are compared: the newest one before any was chosen."""

@@ -17,7 +17,7 @@ from chronicals.ui.services import OBJECTIVES, Services
 from chronicals.ui.studies import StudyFolder, studies
 from chronicals.ui.words import Say
 
-SHOWN_LINES = 20
+LINES_OF_A_STUDY = 20
 """Lines at the end of a study's output: each trial has a line of its own in the table."""
 
 FIELDS = ("model", "data", "validation_data", "validation_split", "max_steps", "tune")
@@ -104,7 +104,7 @@ class _TunerPanel:
         job = newest_job(self.services, "tune")
         found = studies(self.services.place)
         trials = {study.name: study.trials for study in found}
-        lines = [] if job is None else last_lines(job.log)[-SHOWN_LINES:]
+        lines = [] if job is None else last_lines(job.log)[-LINES_OF_A_STUDY:]
         seen = (job and job.name, job and job.state, lines, trials)
         if seen == self.seen:
             return
