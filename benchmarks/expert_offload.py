@@ -73,9 +73,6 @@ FEW_TOKENS = 8
 COPIES = 30
 """Copies whose median is the rate of the bus."""
 
-LOGITS_WITHIN = 2e-2
-"""Relative error of logits, at most, where the CPU computes a share of the experts."""
-
 
 @dataclass(frozen=True)
 class Sizes:

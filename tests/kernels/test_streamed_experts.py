@@ -26,6 +26,9 @@ class Divided:
         assert x.shape == (TOKENS, WIDTH)
         return bounds.tolist()
 
+    def on_host(self, bounds, tokens):
+        return None
+
     def waves(self, bounds, backward=False):
         self.passes.append(backward)
         for first, end in zip((0, *self.ends), (*self.ends, EXPERTS)):

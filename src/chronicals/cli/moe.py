@@ -170,6 +170,9 @@ def trace(
     info = record_trace(
         loaded, tokenizer, recipe.sources[0], recipe.config(), output, features, tokens, model
     )
+    if offload_experts:
+        print(loaded.offload.report())  # noqa: T201
+        loaded.offload.close()
     size = f"{len(info.layers)} layers of {info.num_experts} experts, k={info.k}"
     print(f"{output}: {info.tokens:,} tokens, {size}")  # noqa: T201
 

@@ -61,6 +61,20 @@ class Wave(NamedTuple):
     down: ExpertWeights
 
 
+class HostExperts(Protocol):
+    """Experts whose weights the CPU reads in its own memory."""
+
+    @property
+    def experts(self) -> list[int]:
+        """Their numbers."""
+
+    def outputs(self, x: Tensor, counts: Sequence[int], gate: Gate) -> Tensor:
+        """Return their outputs ``[n, D]`` for rows ``x`` ``[n, D]`` on the CPU, sorted by expert.
+
+        ``counts`` are the rows of each expert.
+        """
+
+
 class ExpertSource(Protocol):
     """The weights of a layer's experts."""
 
@@ -76,6 +90,12 @@ class ExpertSource(Protocol):
         """Return ``Dispatch.bounds`` on the host, the one time that it waits for the device.
 
         ``x`` ``[T, D]`` is the input of the experts.
+        """
+
+    def on_host(self, bounds: Sequence[int], tokens: int) -> HostExperts | None:
+        """Return experts that the CPU computes in a pass without gradients, or None.
+
+        Waves then leave them out: what their rows get is replaced.
         """
 
     def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
@@ -168,6 +188,9 @@ class _StreamedExperts(torch.autograd.Function):
         in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
         of_x = _quantised(x, in_fp8)
         dense = not in_fp8 or a2 is not None
+        on_host = None
+        if not keeps and a1 is None and a2 is None:
+            on_host = source.on_host(bounds, to.tokens)
         for wave in source.waves(bounds):
             rows = _Rows.of(wave, to, bounds, *adapters)
             of_rows, thin_rows, _ = apply_product(of_x, rows.up, rows.to, True, x.dtype)
@@ -177,6 +200,8 @@ class _StreamedExperts(torch.autograd.Function):
                 h[rows.at] = of_rows
             if thin is not None and thin_rows is not None:
                 thin[rows.at] = thin_rows
+        if on_host is not None:
+            _put_from_host(z, x, on_host, to, bounds, gate)
         ctx.kept = settings
         ctx.bounds = bounds
         ctx.sizes = to.each, to.rows
@@ -243,6 +268,20 @@ class _StreamedExperts(torch.autograd.Function):
             gradients["x"] = expert_combine(d_rows, to.places_S, to.each)
         found = [gradients.get(name) if needed else None for name, needed in wanted.items()]
         return *found, None, None
+
+
+def _put_from_host(
+    z: Tensor, x: Tensor, host: HostExperts, to: Dispatch, bounds: Sequence[int], gate: Gate
+) -> None:
+    """Put the outputs of experts that the CPU computes where those of their rows are.
+
+    Products of the device that were launched before run meanwhile.
+    """
+    spans = [(bounds[expert], bounds[expert + 1]) for expert in host.experts]
+    places = torch.cat([torch.arange(begin, end) for begin, end in spans]).to(z.device)
+    rows = x[to.order_S[places].long() // to.each].cpu()
+    found = host.outputs(rows, [end - begin for begin, end in spans], gate)
+    z[places] = found.to(z.device, non_blocking=True)
 
 
 def _scale_of(weights: ExpertWeights) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
 from chronicals.models.base_format import BaseFormat
+from chronicals.models.preparing import prepare
 from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     FourBits,
@@ -322,6 +323,7 @@ def _classes() -> Any:
         stacks: _Stacks
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            prepare(model)
             form = self.quantization_config.form
             named = _named_layers(model, form)
             self.left = {
@@ -346,7 +348,10 @@ def _classes() -> Any:
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.watch is not None:
                 setattr(model, WATCHED, self.quantization_config.watch)
-            if self.quantization_config.take is None:
+            if (
+                self.quantization_config.take is None
+                and self.quantization_config.form != BaseFormat()
+            ):
                 setattr(model, QUANTISED_FROM, model.dtype)
             # remove_quantization_config deletes the conversions, which saving needs to restore
             # the names in the files.
@@ -366,7 +371,10 @@ def _classes() -> Any:
                         "than config.json says"
                     )
             self.stacks.settle(model)
-            if self.quantization_config.take is None:
+            if (
+                self.quantization_config.take is None
+                and self.quantization_config.form != BaseFormat()
+            ):
                 _report(model)
             return model
 

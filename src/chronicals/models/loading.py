@@ -32,6 +32,7 @@ from chronicals.models.four_bits import (
     quantising_while_reading,
 )
 from chronicals.models.gguf_loading import load_gguf
+from chronicals.models.preparing import is_prepared
 from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
@@ -182,6 +183,8 @@ def load_model(
             load = load_packed
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
+        elif is_prepared() and load is load_whole:
+            options["quantization_config"] = quantising_while_reading(form=BaseFormat())
         elif quantization_of(config).get("quant_method") == IN_FP8:
             options |= _dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)

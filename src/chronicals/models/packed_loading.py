@@ -26,6 +26,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from chronicals.models.loading import load_whole, quantization_of
+from chronicals.models.preparing import prepare
 from chronicals.quantization import PackedExperts, PackedWeight, format_of_files
 from chronicals.quantization.bitsandbytes import ENTRIES, read_weight
 from chronicals.quantization.experts import can_be_packed
@@ -323,6 +324,7 @@ class _StacksQuantizer(_OfPacked):
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         self.dtype = model.dtype  # newer versions do not pass the dtype that was asked for
+        prepare(model)
         self.shapes = {}
         for path, module in model.named_modules():
             if not can_be_packed(module):

@@ -165,12 +165,27 @@ class MixtureOfExperts(nn.Module):
         width = config.num_shared_experts * config.moe_intermediate_size
         self.shared_experts = Qwen3MoeMLP(config, intermediate_size=width) if width else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[B, S, D]`` to ``[B, S, D]``."""
+    def forward(self, hidden_states: Tensor, available_E: Tensor | None = None) -> Tensor:
+        """Map ``[B, S, D]`` to ``[B, S, D]``.
+
+        Args:
+            hidden_states: ``[B, S, D]``.
+            available_E: bool ``[E]``. For an expert that is not available, the shared experts stand
+                in with its weight: ``w_e (a_e E_e(x) + (1 − a_e) E_shared(x))``.
+        """
         flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(flat_TD)
-        out = self.experts(flat_TD, experts, weights).view_as(hidden_states)
-        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+        if available_E is None:
+            out = self.experts(flat_TD, experts, weights).view_as(hidden_states)
+            return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+        assert self.shared_experts is not None
+        a_Tk = available_E[experts]
+        # Weights of zero go to an expert that is available, so that no other is called.
+        experts = torch.where(a_Tk, experts, available_E.int().argmax())
+        fallback_T1 = torch.where(a_Tk, 0, weights).sum(-1, keepdim=True)
+        out = self.experts(flat_TD, experts, torch.where(a_Tk, weights, 0))
+        out = out + (1 + fallback_T1) * self.shared_experts(flat_TD)
+        return out.view_as(hidden_states)
 
 
 class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
@@ -178,6 +193,7 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         attention = LatentAttention if config.kinds[layer_idx] == FULL else SlidingAttention
         self.self_attn = attention(config, layer_idx)
         self.mlp = MixtureOfExperts(config)
@@ -191,6 +207,7 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        available_expert_masks: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Map ``[B, S, D]`` to ``[B, S, D]``."""
@@ -207,7 +224,10 @@ class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + hidden_states
         residual = hidden_states
         hidden_states = self.post_attention_layernorm(hidden_states)
-        hidden_states = self.mlp(hidden_states)
+        if available_expert_masks is None:
+            hidden_states = self.mlp(hidden_states)
+        else:
+            hidden_states = self.mlp(hidden_states, available_expert_masks[self.layer_idx])
         return residual + hidden_states
 
 
@@ -276,6 +296,25 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    def _check_masks(self, masks_LE: Tensor) -> None:
+        """Raise ValueError unless experts that are not available can be stood in for."""
+        expected = self.config.num_hidden_layers, self.config.num_experts
+        if masks_LE.shape != expected or masks_LE.dtype != torch.bool:
+            raise ValueError(
+                f"available_expert_masks is {masks_LE.dtype} {tuple(masks_LE.shape)}: expected "
+                f"torch.bool {expected}"
+            )
+        if not self.config.num_shared_experts:
+            raise ValueError(
+                "available_expert_masks: this model has no shared experts that could stand in "
+                "(num_shared_experts=0)"
+            )
+        if any("forward" in vars(layer) for layer in self.layers):
+            raise ValueError(
+                "available_expert_masks: its layers run fused and would not see them; call "
+                "unpatch_model first"
+            )
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -288,6 +327,7 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         use_cache: bool | None = None,
         past_key_values: Cache | None = None,
         output_lookahead: bool = False,
+        available_expert_masks: Tensor | None = None,
         **kwargs: Any,
     ) -> ChronicalsMoeModelOutput:
         """Run the decoder, like transformers' decoders.
@@ -302,11 +342,17 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             use_cache: make a cache if none is given.
             past_key_values: the cache, under the name of older versions of transformers.
             output_lookahead: if true, also predict experts.
+            available_expert_masks: bool ``[L, E]``, the experts of each layer that may be called;
+                the shared experts stand in for the others, with their weights.
             **kwargs: passed on to the layers, such as document bounds.
 
         Raises:
-            ValueError: both or neither of ``input_ids`` and ``inputs_embeds`` are given.
+            ValueError: both or neither of ``input_ids`` and ``inputs_embeds`` are given, or
+                ``available_expert_masks`` do not fit the model.
         """
+        if available_expert_masks is not None:
+            self._check_masks(available_expert_masks)
+            kwargs["available_expert_masks"] = available_expert_masks
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give exactly one of them")
         if inputs_embeds is None:

@@ -18,6 +18,13 @@ from torch import nn
 
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
+from chronicals.models.loading import (
+    load_config,
+    load_model,
+    load_without_weights,
+    quantization_of,
+)
+from chronicals.models.preparing import preparing
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
 from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
@@ -27,6 +34,7 @@ from chronicals.moe.offload.eviction import (
     EvictionPolicy,
     Expert,
 )
+from chronicals.moe.offload.files import ExpertFiles
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
@@ -35,13 +43,17 @@ from chronicals.patching import experts
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_experts import IN_FP8
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import class_module
+from chronicals.quantization import FourBits, class_module, format_of_files
+from chronicals.quantization.expert_records import StackFormat, formats_of
 from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
 
-MODES = ("exact",)
+MODES = ("exact", "numerical")
 """Values of ``mode``."""
+
+EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
+"""Names of experts' tensors in files, which are read by ourselves."""
 
 NO_DISK = (
     "disk={!r}: experts are read from host memory alone; leave it out, and take a smaller format "
@@ -93,6 +105,8 @@ def offload(
     device: torch.device | str | None = None,
     io: str | Path | None = None,
     shared: str | None = None,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
 ) -> Any:
     """Return a mixture whose experts are in host memory, and in slots of ``vram`` on the device.
 
@@ -101,11 +115,14 @@ def offload(
     happened, ``model.offload.close()`` frees the experts.
 
     Args:
-        model_or_folder: a causal language model in host memory or on the device.
+        model_or_folder: a causal language model in host memory or on the device; or a folder, whose
+            experts are read one by one.
         vram: memory of the slots, such as ``"16GiB"``; an int is bytes.
         ram: host memory that all experts may take; by default what is available.
         disk: refused: experts are read from host memory alone.
-        mode: ``exact`` gives the same bits as the same kernels with all experts on the device.
+        mode: ``exact`` gives the same bits as the same kernels with all experts on the device;
+            ``numerical`` lets the CPU compute a share of the missing experts of few tokens, without
+            gradients, within 1e-5 in fp32.
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
@@ -114,6 +131,8 @@ def offload(
         device: device of the model; by default a card if there is one.
         io: file for a line an event (``io.jsonl`` of a folder that the web page shows).
         shared: name of host memory that several processes of this machine share.
+        dtype: of a folder, dtype of the weights; bf16 by default.
+        quantization: of a folder, ``nf4`` quantises linear layers and experts as they are read.
 
     Raises:
         ValueError: an argument is refused, the model has no experts of a known form, or a budget is
@@ -129,14 +148,81 @@ def offload(
     size = bytes_of(vram, "vram")
     chosen = policy_named(policy, trace)
     expected = predictor_named(predictor)
-    model = model_or_folder
     host = available_memory() if ram is None else bytes_of(ram, "ram")
     budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
-    engine = hold_experts(model, budgets, shared)
+    if isinstance(model_or_folder, (str, Path)):
+        model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
+    else:
+        if dtype is not None or quantization is not None:
+            raise ValueError(
+                "dtype and quantization are for a folder that is loaded; this model is loaded already"
+            )
+        model = model_or_folder
+        engine = hold_experts(model, budgets, shared)
     model.to(place)
     file = None if io is None else Path(io)
     open_experts(model, engine, budgets, place, chosen, expected, file, mode)
     return model
+
+
+def load_held(
+    folder: str | Path,
+    budgets: Budgets,
+    dtype: torch.dtype | None = None,
+    quantization: str | None = None,
+    shared: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, ExpertEngine]:
+    """Load a model whose experts are read from its files one by one, into records.
+
+    Beside the records, host memory holds the other weights and one expert at a time.
+
+    Args:
+        folder: a folder with safetensors files, in 16 or 32 bits or with stacks in MXFP4.
+        budgets: memory that experts may take.
+        dtype: dtype of the weights; bf16 by default.
+        quantization: ``nf4`` quantises linear layers and experts as they are read.
+        shared: name of memory that processes share.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The model in host memory, and its experts, which have no slots yet.
+
+    Raises:
+        ValueError: it cannot be loaded, or its experts are not in the files under known names.
+        ExpertRecordError: an expert cannot be read.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(
+            f"{folder}: is no folder; download the model first, or give a loaded one to offload"
+        )
+    kind = dtype or torch.bfloat16
+    described = quantization_of(load_config(path, trust_remote_code))
+    form = format_of_files(described)
+    if described and (form is None or not form.STACK_PARTS):
+        raise ValueError(
+            f"{folder}: its files hold {described.get('quant_method')} weights, which are not read "
+            "expert by expert; load it (chronicals.load_model), and give offload the model"
+        )
+    if quantization not in (None, "nf4"):
+        raise ValueError(f"quantization={quantization!r}: expected nf4 or None")
+    files = ExpertFiles(path, form)
+    bits = FourBits() if quantization else None
+    skeleton = load_without_weights(path, trust_remote_code)
+    modules = expert_modules(skeleton)
+    forms = {name: _form_of(skeleton, name, module) for name, module in modules.items()}
+    formats = {name: files.formats(name, module, kind, bits) for name, module in modules.items()}
+    held: list[ExpertEngine] = []
+
+    def replace_experts(model: Any) -> None:
+        ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | {EXPERTS_IN_FILES}
+        held.append(_replaced(model, budgets, forms, formats, shared))
+
+    with preparing(replace_experts):
+        model = load_model(path, kind, trust_remote_code, quantization)
+    return model, held[0]
 
 
 def open_experts(
@@ -165,7 +251,7 @@ def open_experts(
         ValueError: the memory of the device is too small.
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
-    engine.open(slots, device, policy, predictor, io)
+    engine.open(slots, device, policy, predictor, io, cpu_share=mode == "numerical")
     model.offload = Offload(model, engine, mode)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
@@ -218,7 +304,7 @@ def hold_experts(
     """Move the experts of a loaded model into records; the engine has no slots yet.
 
     Args:
-        model: a causal language model, without adapters on its experts.
+        model: a causal language model.
         budgets: memory that they may take.
         shared: name of memory that processes share.
         in_fp8: products of 16-bit experts run in FP8.
@@ -230,8 +316,20 @@ def hold_experts(
     _check_whole(model)
     forms = {path: _form_of(model, path, module) for path, module in modules.items()}
     in_fp8 = in_fp8 or any(IN_FP8 in vars(module) for module in modules.values())
+    formats = {path: formats_of(module, in_fp8) for path, module in modules.items()}
     del modules
-    engine = stream_experts(model, budgets, in_fp8, shared)
+    return _replaced(model, budgets, forms, formats, shared)
+
+
+def _replaced(
+    model: Any,
+    budgets: Budgets,
+    forms: Mapping[str, Any],
+    formats: Mapping[str, Mapping[str, StackFormat]],
+    shared: str | None,
+) -> ExpertEngine:
+    """Put streamed experts in the place of a model's, given forms and formats by path."""
+    engine = stream_experts(model, budgets, formats, shared)
     for path, module in streamed_experts_of(model):
         _install(module, forms[path])
     model.save_pretrained = MethodType(_save_pretrained, model)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ from chronicals.kernels.fp8_experts import (
 )
 from chronicals.kernels.fused_experts import ExpertWeights, of_slots
 from chronicals.kernels.host_memory import sent
+from chronicals.kernels.nf4 import Scales, quantize_scales
 from chronicals.quantization.experts import PackedExperts, class_module
+from chronicals.quantization.nf4 import FourBits, Packed
 from chronicals.quantization.packed import PackedWeight
 
 PART_ALIGNMENT = 256
@@ -206,19 +208,50 @@ class PackedRecords(StackFormat):
         self.turned = turned
         rows, width = weight.shape
         self.matrix = rows // self.count, width
-        self.one, self._divided = weight.by_expert(self.count)
+        self.one, divided = weight.by_expert(self.count)
         self.parts = {
-            name: Part(tensor.dtype, tuple(tensor.shape[1:]))
-            for name, tensor in self._divided.items()
+            name: Part(tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in divided.items()
         }
+        self._expert: Callable[[int], dict[str, Tensor]] | None = lambda number: {
+            name: tensor[number] for name, tensor in divided.items()
+        }
+
+    @classmethod
+    def one_by_one(
+        cls,
+        expert: Callable[[int], PackedWeight],
+        shape: tuple[int, ...],
+        transposed: bool = False,
+        turned: bool = False,
+    ) -> PackedRecords:
+        """Return the format of a weight of which each expert is packed by itself.
+
+        Args:
+            expert: returns the packed weight ``[N, K]`` of an expert.
+            shape: shape of the stacked weight in its class.
+            transposed: True if the class has ``[E, K, N]``.
+            turned: True if the matrix of an expert is the transpose of the class's.
+        """
+        first = expert(0)
+        found = cls(first, (1, *shape[1:]), transposed, turned)
+        found.count = shape[0]
+        found.shape = tuple(shape)
+
+        def of_expert(number: int) -> dict[str, Tensor]:
+            _, divided = expert(number).by_expert(1)
+            return {name: tensor[0] for name, tensor in divided.items()}
+
+        found._expert = of_expert
+        return found
 
     def of_expert(self, number: int) -> dict[str, Tensor]:
         """Return codes and scales."""
-        return {name: tensor[number] for name, tensor in self._divided.items()}
+        assert self._expert is not None
+        return self._expert(number)
 
     def forget_weights(self) -> None:
         """Release the packed weight."""
-        self._divided = {}
+        self._expert = None
 
     def to(self, device: torch.device) -> None:
         """Move the shared tensors."""
@@ -415,6 +448,54 @@ class RecordLayout:
             view = bytes_of_part.view(part.dtype).unflatten(1, part.shape or (1,))
             found.setdefault(weight, {})[name] = view if part.shape else view[:, 0]
         return found
+
+
+def quantised_records(
+    expert: Callable[[int], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    transposed: bool,
+    kind: FourBits,
+) -> PackedRecords:
+    """Return the format of a weight that is quantised to 4 bits expert by expert.
+
+    Codes and scales are those of the stack quantised as a whole: where scales are nested, each
+    expert is quantised once for them, and again when its record is written.
+
+    Args:
+        expert: returns the values of an expert, ``[N, K]``.
+        shape: shape of the stacked weight, ``(E, N, K)`` in its class.
+        dtype: dtype of the dequantised values.
+        transposed: True if the class has ``[E, K, N]``.
+        kind: the 4 bits.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    plain = replace(kind, scale_block=None)
+
+    def codes_of(number: int) -> Packed:
+        return plain.quantise(expert(number).to(device)).moved(torch.device("cpu"))
+
+    count, rows, width = shape
+    absmax = torch.cat([codes_of(number).scales.absmax for number in range(count)])
+    scales = Scales(absmax) if kind.scale_block is None else quantize_scales(absmax)
+    empty = torch.empty(0, dtype=torch.uint8)
+    matrix = count * rows, width
+    whole = Packed(empty, scales, matrix, dtype, kind.block, kind.code, _dtype(kind, dtype))
+    found = PackedRecords(whole, shape, transposed)
+    scales_of = found._expert
+    found.parts["codes"] = Part(torch.uint8, (rows * width // 2,))
+
+    def of_expert(number: int) -> dict[str, Tensor]:
+        assert scales_of is not None
+        return {**scales_of(number), "codes": codes_of(number).codes.view(-1)}
+
+    found._expert = of_expert
+    return found
+
+
+def _dtype(kind: FourBits, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a weight before it was quantised."""
+    return dtype if kind.quantized_from is None else getattr(torch, kind.quantized_from)
 
 
 def formats_of(experts: nn.Module, in_fp8: bool = False) -> dict[str, StackFormat]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from chronicals.kernels.host_memory import sent
 from chronicals.moe.offload.copies import CopyEngine
+from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import EvictionPolicy, Expert
@@ -105,6 +106,8 @@ class ExpertEngine:
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
         self._expected: list[int] = []
+        self._by_cpu: frozenset[int] = frozenset()
+        self.cpu: CpuShare | None = None
         self._buffers: dict[tuple, Tensor] = {}
 
     @property
@@ -129,6 +132,7 @@ class ExpertEngine:
         policy: EvictionPolicy,
         predictor: Predictor | None = None,
         io: Path | None = None,
+        cpu_share: bool = False,
     ) -> None:
         """Make the slots on a device.
 
@@ -138,6 +142,7 @@ class ExpertEngine:
             policy: chooses the experts that give up their slots.
             predictor: says which experts are wanted next.
             io: file for lines of events.
+            cpu_share: the CPU computes a share of the missing experts.
         """
         assert slots >= least_slots_of(self.layers)
         self.slots = min(slots, self.experts)
@@ -145,6 +150,8 @@ class ExpertEngine:
         self.policy = policy
         self.predictor = predictor
         self.log.file = io
+        self.cpu = CpuShare(self.slot_bytes) if cpu_share else None
+        self.log.times_copies = cpu_share
         if device.type == "cuda" and not self.slab.pinned:
             self.slab.pin()
         with torch.inference_mode(False):
@@ -205,6 +212,9 @@ class ExpertEngine:
             together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
             read, told = together[: len(bounds)], together[len(bounds) :]
         self.log.read_timings()
+        self._by_cpu = frozenset()
+        if self.cpu is not None and self.log.copied:
+            self.cpu.copy_took(self.log.copy_ms / 1e3 / self.log.copied)
         if self.predictor is not None:
             chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
             self._expected = self.predictor.expect(layer, chosen, told)
@@ -227,9 +237,10 @@ class ExpertEngine:
             as int32 on the device.
         """
         count = self.layers[layer].count
-        queue = [e for e in range(count) if bounds[e] < bounds[e + 1]]
+        by_cpu = frozenset() if backward else self._by_cpu
+        queue = [e for e in range(count) if bounds[e] < bounds[e + 1] and e not in by_cpu]
         first = 0
-        passing = len(queue) > self.slots - SPARE_SLOTS
+        passing = len(queue) * len(self.layers) > self.slots
         wave = self._take(layer, queue, [], passing)
         while wave:
             following = self._take(layer, queue, wave, passing) if queue else []
@@ -241,9 +252,44 @@ class ExpertEngine:
             numbers = [-1] * (end - first)
             for expert, slot in zip(wave, slots):
                 numbers[expert - first] = slot
+            for expert in by_cpu & set(range(first, end)):
+                numbers[expert - first] = slots[0]  # what their rows get is replaced
             yield range(first, end), numbers, sent(numbers, torch.int32, self._memory.device)
             self._copies.were_read(slots)
             first, wave = end, following
+
+    def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
+        """Return the missing experts of a pass that the CPU computes; waves leave them out.
+
+        Args:
+            layer: number of the layer.
+            bounds: rows of its experts.
+            tokens: of the pass.
+        """
+        if self.cpu is None or tokens > MOST_TOKENS:
+            return []
+        chosen = [e for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
+        missing = [e for e in chosen if (layer, e) not in self._slot_of]
+        share = self.cpu.of_missing(missing)
+        for expert in share:
+            self.log.miss(layer, expert)
+            self.log.layers[layer].by_cpu += 1
+            wrong = self.slab.check(self.layers[layer].first + expert)
+            if wrong is not None:
+                raise record_error(self.layers[layer].path, expert, wrong)
+        self._by_cpu = frozenset(share)
+        return share
+
+    def host_memory_of(self, layer: int, experts: Sequence[int]) -> dict[str, InMemory]:
+        """Return the records of some experts as the CPU reads them, by name of the weight."""
+        records = self.layers[layer]
+        views = records.layout.views(self.slab.records(records.first, records.count))
+        numbers = list(experts)
+        slots = torch.tensor(numbers, dtype=torch.int32)
+        return {
+            name: InMemory(views[name], slots, numbers, lambda s, d: torch.empty(s, dtype=d))
+            for name in records.formats
+        }
 
     def _take(
         self, layer: int, queue: list[int], running: Sequence[int], passing: bool
@@ -254,7 +300,7 @@ class ExpertEngine:
             layer: number of the layer.
             queue: chosen experts that were not taken.
             running: experts of the wave whose products run meanwhile.
-            passing: the pass chose more experts than there are slots.
+            passing: the slots could not keep as many experts of all layers.
         """
         form = next(iter(self.layers[layer].formats.values()))
         most = form.dense_experts or self.slots

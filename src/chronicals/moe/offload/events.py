@@ -60,15 +60,19 @@ class EventLog:
         layers: counts by layer.
         file: where lines are written; None for counts alone.
         steps: forward passes of the model.
+        times_copies: time copies, also where no lines are written.
         stall_ms: milliseconds that products waited for copies, as far as that was timed.
         copy_ms: milliseconds of copies, as far as they were timed.
+        copied: copies that were timed.
     """
 
     layers: list[LayerCounts]
     file: Path | None = None
     steps: int = 0
+    times_copies: bool = False
     stall_ms: float = 0.0
     copy_ms: float = 0.0
+    copied: int = 0
     _out: IO[str] | None = field(default=None, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
     _written: int = field(default=0, init=False)
@@ -102,7 +106,7 @@ class EventLog:
         counts = self.layers[layer]
         counts.loads += 1
         counts.bytes += size
-        if self.file is not None:
+        if self.file is not None or self.times_copies:
             line = self._about("load", RAM, layer, expert) | {"bytes": size}
             self._timed.append((line, timing))
 
@@ -115,6 +119,7 @@ class EventLog:
         """Note that a forward pass begins."""
         self.steps += 1
         self._line("step", None, None, None)
+        self._flush()
 
     def read_timings(self) -> None:
         """Write the lines of copies and waits that are done; the host does not wait."""
@@ -129,7 +134,9 @@ class EventLog:
                 self.stall_ms += microseconds / 1e3
             else:
                 self.copy_ms += microseconds / 1e3
-            self._write(line)
+                self.copied += 1
+            if self.file is not None:
+                self._write(line)
 
     def close(self) -> None:
         """Write what is left, and close the file."""

@@ -1,8 +1,9 @@
 """Which expert gives up its slot when another one needs it.
 
-A policy gives each expert in a slot a rank; the one with the least goes first. Experts that a pass
-over more experts than there are slots brings in leave before all others, whatever the policy: they
-would otherwise push out everything, and be gone themselves when the next pass begins (a scan).
+A policy gives each expert in a slot a rank; the one with the least goes first. Where the layers
+together choose more experts than there are slots, those that a pass brings in leave before all
+others, the latest first, whatever the policy: they would otherwise push out everything, and be gone
+themselves when their layer comes again (a scan).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class EvictionPolicy(ABC):
 
         Args:
             expert: the expert.
-            passing: it is brought in by a pass over more experts than there are slots.
+            passing: it is brought in by a pass over more experts than slots can keep.
         """
         self._clock += 1
-        rank = (0, self._clock) if passing else (1, *self.rank(expert, self._clock))
+        rank = (0, -self._clock) if passing else (1, *self.rank(expert, self._clock))
         self._ranks[expert] = rank
         heapq.heappush(self._heap, (rank, expert))
         if len(self._heap) > 4 * len(self._ranks) + 64:

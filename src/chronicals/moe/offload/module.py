@@ -12,11 +12,16 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
+from chronicals.kernels.expert_glu import Gate, expert_glu
+from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_product
 from chronicals.kernels.streamed_experts import Wave
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
+from chronicals.quantization.expert_records import InMemory
 from chronicals.quantization.packed_linear import PackedModule
 
 GATE_UP = "gate_up_proj"
@@ -79,18 +84,66 @@ class LayerSource:
             )
         return self.engine.begin_layer(self.layer, bounds, x)
 
+    def on_host(self, bounds: Sequence[int], tokens: int) -> HostShare | None:
+        """Return the experts that the CPU computes, if there are any."""
+        experts = self.engine.share_with_cpu(self.layer, bounds, tokens)
+        return HostShare(self, experts) if experts else None
+
     def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
         """Yield the waves of a pass."""
         for experts, numbers, slots in self.engine.waves(self.layer, bounds, backward):
             memory = self.engine.memory_of(self.layer, numbers, slots)
-            weights = {
-                name: self.records.formats[name].weights(memory[name]) for name in (GATE_UP, DOWN)
-            }
-            for name, own in weights.items():
-                bias = memory.get(f"{name}_bias")
-                if bias is not None:
-                    weights[name] = own._replace(bias=bias.views["values"])
-            yield Wave(experts.start, experts.stop, weights[GATE_UP], weights[DOWN])
+            yield Wave(experts.start, experts.stop, *self.weights_in(memory))
+
+    def weights_in(self, memory: Mapping[str, InMemory]) -> tuple[ExpertWeights, ExpertWeights]:
+        """Return the weights of both products, given where records are by name of the weight."""
+        found = []
+        for name in (GATE_UP, DOWN):
+            weights = self.records.formats[name].weights(memory[name])
+            bias = memory.get(f"{name}_bias")
+            if bias is not None:
+                weights = weights._replace(bias=bias.views["values"])
+            found.append(weights)
+        return found[0], found[1]
+
+
+class HostShare:
+    """Experts of a layer that the CPU computes; ``HostExperts`` of ``kernels/streamed_experts.py``.
+
+    Args:
+        source: the layer's experts.
+        experts: their numbers, in their order.
+    """
+
+    def __init__(self, source: LayerSource, experts: list[int]):
+        self.source = source
+        self.experts = experts
+
+    def outputs(self, x: Tensor, counts: Sequence[int], gate: Gate) -> Tensor:
+        """Return the outputs of rows that are sorted by expert, by torch's own products."""
+        engine = self.source.engine
+        assert engine.cpu is not None
+        with engine.cpu.computing(len(self.experts)):
+            memory = engine.host_memory_of(self.source.layer, self.experts)
+            up, down = self.source.weights_in(memory)
+            ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+            to = dispatch_to_experts(ids[:, None], len(counts))
+            unit, _ = expert_glu(_by_cpu(x, up, to, counts), gate)
+            assert unit is not None
+            return _by_cpu(unit, down, to, counts)
+
+
+def _by_cpu(x: Tensor, of: ExpertWeights, to: Dispatch, counts: Sequence[int]) -> Tensor:
+    """Return the product of rows with their experts by torch's products in the dtype of x."""
+    if not isinstance(of.weight, Tensor) or of.slots is None:
+        return apply_product(ProductInput(x), of, to, False, x.dtype)[0]
+    weight, bias = of.weight_ENK, of.bias
+    return torch.cat(
+        [
+            F.linear(rows, weight[slot], None if bias is None else bias[slot])
+            for rows, slot in zip(x.split(list(counts)), of.slots.tolist())
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -141,6 +194,9 @@ class StreamedExperts(PackedExperts):
         vars(inner).update(_parameters=places, _buffers={}, _modules=dict(inner._modules))
         object.__setattr__(self, "inner", inner)  # not as a submodule
         device = next(experts.parameters()).device
+        if device.type == "meta":  # its weights were not read yet
+            device = torch.device("cpu")
+        self._is_hf_initialized = True  # transformers draws none of its parameters
         for name in formats:
             empty = torch.empty(0, dtype=self.dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))

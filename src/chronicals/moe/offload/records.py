@@ -16,7 +16,7 @@ from chronicals.moe.offload.budget import Budgets
 from chronicals.moe.offload.engine import ExpertEngine, LayerRecords
 from chronicals.moe.offload.module import LayerSource, StreamedExperts
 from chronicals.moe.offload.slab import HostSlab, filling
-from chronicals.quantization.expert_records import RecordLayout, StackFormat, formats_of
+from chronicals.quantization.expert_records import RecordLayout, StackFormat
 
 K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 """Fields of configurations that hold k, the experts of a token."""
@@ -86,22 +86,25 @@ def write_layer(slab: HostSlab, layer: LayerRecords) -> None:
 
 
 def stream_experts(
-    model: nn.Module, budgets: Budgets, in_fp8: bool = False, shared: str | None = None
+    model: nn.Module,
+    budgets: Budgets,
+    formats: Mapping[str, Mapping[str, StackFormat]],
+    shared: str | None = None,
 ) -> ExpertEngine:
     """Move the experts of a model into records, in place; the engine has no slots yet.
 
     Args:
-        model: a mixture without adapters on its experts.
+        model: a mixture; its experts' weights may not have been read yet.
         budgets: memory that they may take; the model is as it was if that is too small.
-        in_fp8: products of 16-bit experts run in FP8, and records hold their rows.
+        formats: of the experts by path and name.
         shared: name of a slab that the processes of a machine share.
 
     Raises:
-        ValueError: there are no experts, they cannot be divided into records, or do not fit.
+        ValueError: they do not fit.
+        ExpertRecordError: an expert cannot be read.
     """
     modules = expert_modules(model)
     each = experts_of_token(model.config)  # type: ignore[arg-type]
-    formats = {path: formats_of(module, in_fp8) for path, module in modules.items()}
     layers = describe_layers(formats, each)
     budgets.check(layers)
     slab = HostSlab(

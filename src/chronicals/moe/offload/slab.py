@@ -71,7 +71,11 @@ class HostSlab:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
-            self._map = self._shared(self.path)
+            try:
+                self._map = self._shared(self.path)
+            except ValueError:
+                self._let_go()
+                raise
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @property
@@ -88,6 +92,12 @@ class HostSlab:
         """Return a record, uint8 ``[bytes]``."""
         begin = number * self.stride
         return self._memory[begin : begin + self.record_bytes]
+
+    def records(self, first: int, count: int) -> Tensor:
+        """Return some records, uint8 ``[count, bytes]``."""
+        begin = first * self.stride
+        whole = self._memory[begin : begin + count * self.stride].view(count, self.stride)
+        return whole[:, : self.record_bytes]
 
     def is_pinned(self, number: int) -> bool:
         """Return whether a record is in pinned memory."""
@@ -165,8 +175,13 @@ class HostSlab:
         else:
             for file in (self.path, _about(self.path)):
                 file.unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Release the lock of shared memory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _shared(self, path: Path) -> mmap.mmap:
         """Map shared memory: as its owner if no process has it, else when it is complete."""

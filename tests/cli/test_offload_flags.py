@@ -1,0 +1,55 @@
+"""``--offload-experts`` of the commands that run a model."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import families
+import tiny
+from chronicals.cli.app import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("mixture")
+    tokenizer = tiny.tokenizer()
+    model = families.routed("Qwen3Moe", num_experts=8, vocab_size=len(tokenizer))
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    (place / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in tiny.chat_rows(6)))
+    return place
+
+
+def called(*words):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    return result.exit_code, result.output + str(result.exception or "")
+
+
+OFFLOAD = ("--offload-experts", "--expert-memory", "0.06MiB")
+
+
+def test_generate_says_the_same(folder):
+    asked = ("generate", folder, "--prompt", "a b", "--max-new-tokens", 8)
+    expected, got = called(*asked), called(*asked, *OFFLOAD)
+    assert expected[0] == got[0] == 0 and expected[1].splitlines()[-1] == got[1].splitlines()[-1]
+
+
+def test_evaluate_measures_the_same(folder):
+    asked = ("evaluate", folder, "--data", folder / "rows.jsonl", "--max-seq-length", 64)
+    code, output = called(*asked, *OFFLOAD)
+    assert code == 0, output
+
+
+def test_trace_writes_lines_of_events(folder, tmp_path):
+    asked = ("moe", "trace", folder, "--data", folder / "rows.jsonl", "--output", tmp_path / "t")
+    code, output = called(*asked, "--max-seq-length", 64, *OFFLOAD)
+    assert code == 0, output
+    assert (tmp_path / "t" / "trace.json").exists() and (tmp_path / "t" / "io.jsonl").exists()
+
+
+def test_one_flag_needs_the_other(folder):
+    code, output = called("generate", folder, "--prompt", "a", "--offload-experts")
+    assert code and "give --expert-memory, such as 8GiB" in output
+    code, output = called("generate", folder, "--prompt", "a", "--expert-memory", "1GiB")
+    assert code and "no effect without --offload-experts" in output

@@ -1,0 +1,304 @@
+"""Records in host memory: what is damaged is said, processes share them, and they are given back."""
+
+import copy
+import json
+import multiprocessing
+import os
+
+import pytest
+import torch
+
+import chronicals
+import families
+from chronicals.models.four_bits import quantise_experts
+from chronicals.moe.offload import copies, engine, slab
+from chronicals.moe.offload.cpu_share import CpuShare
+from chronicals.moe.offload.errors import ExpertRecordError
+from chronicals.moe.offload.eviction import ByTrace, LeastFrequentlyUsed, LeastRecentlyUsed
+from chronicals.moe.offload.slab import HostSlab
+from chronicals.patching.patch import patch_parts
+from chronicals.ui.expert_io import ExpertIO
+from mutants import mutant
+
+IDS = torch.arange(1, 24)[None]
+
+
+def offloaded(slots=4, **options):
+    torch.manual_seed(7)
+    model = families.routed("Qwen3Moe", num_experts=8)
+    size = 6144 * slots
+    return chronicals.offload(model, vram=size, ram="1GiB", device="cpu", **options)
+
+
+def run(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_corrupted_record_names_layer_and_expert(layer):
+    model = offloaded()
+    number = 8 * layer + 5
+    model.offload.engine.slab.record(number)[77] ^= 4
+    words = rf"model\.layers\.{layer}\.mlp\.experts, expert 5: .*not what was loaded"
+    with pytest.raises(ExpertRecordError, match=words):
+        model.offload.verify()
+    with pytest.raises(ExpertRecordError, match=words):
+        for expert in range(8):  # whatever the router chooses
+            router = model.model.layers[layer].mlp.gate
+            router.weight.data.zero_()
+            router.weight.data[expert] = 1.0
+            run(model)
+    model.offload.close()
+
+
+def test_a_record_that_was_never_written():
+    model = offloaded()
+    model.offload.engine.slab.checksums[3] = None
+    with pytest.raises(
+        ExpertRecordError, match=r"layers\.0\.mlp\.experts, expert 3: .*never written"
+    ):
+        model.offload.verify()
+    model.offload.close()
+
+
+def test_a_closed_model_says_so():
+    model = offloaded()
+    run(model)
+    model.offload.close()
+    model.offload.close()
+    with pytest.raises(RuntimeError, match=r"model\.offload was closed; load the model again"):
+        run(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"disk": "cache"}, r"disk='cache': experts are read from host memory alone"),
+        ({"mode": "fast"}, r"mode='fast': expected one of exact, numerical"),
+        ({"policy": "fifo"}, r"policy='fifo': expected one of lru, lfu, static"),
+        ({"policy": "static"}, r"policy='static': give trace="),
+        ({"predictor": "oracle"}, r"predictor='oracle': expected"),
+        ({"vram": "16 apples"}, r"vram='16 apples': is no size"),
+        ({"vram": "20KiB"}, r"vram='20KiB': holds 3 experts .* the least that works is 24.00KiB"),
+        ({"ram": "100KiB"}, r"ram='100KiB': all experts take .* the least that works is 128.00KiB"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_is_refused(options, words):
+    model = families.routed("Qwen3Moe", num_experts=8)
+    given = {"vram": 6 * 6144, "ram": "1GiB", "device": "cpu", **options}
+    with pytest.raises(ValueError, match=words):
+        chronicals.offload(model, **given)
+    run(model)  # it is as it was
+
+
+def test_models_that_cannot_be_offloaded():
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no routed experts"):
+        chronicals.offload(families.build("llama"), vram="1MiB", device="cpu")
+    model = offloaded()
+    with pytest.raises(ValueError, match="its experts are offloaded already"):
+        chronicals.offload(model, vram="1MiB", device="cpu")
+    with pytest.raises(ValueError, match="would be missing in the files; save its adapters"):
+        model.save_pretrained("nowhere")
+    state = families.routed("Qwen3Moe", num_experts=8).state_dict()
+    with pytest.raises(RuntimeError, match="records in host memory, which do not change"):
+        model.load_state_dict(state)
+    with pytest.raises(ValueError, match="cannot be cast to torch.bfloat16"):
+        model.bfloat16()
+    model.offload.close()
+
+
+def test_lines_of_events(tmp_path):
+    model = offloaded(io=tmp_path / "io.jsonl")
+    for _ in range(3):
+        run(model)
+    report = model.offload.report()
+    model.offload.close()
+    lines = [json.loads(line) for line in (tmp_path / "io.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in lines} >= {"hit", "miss", "load", "evict", "stall", "step"}
+    loads = [line for line in lines if line["kind"] == "load"]
+    assert sum(line["bytes"] for line in loads) == report.bytes
+    assert len(loads) == sum(layer.loads for layer in report.layers)
+    assert sum(line["kind"] == "step" for line in lines) == report.steps == 3
+    io = ExpertIO(tmp_path / "io.jsonl")
+    assert io.read_on() and io.tiers["vram"].misses == report.misses and io.steps == 3
+    assert json.loads(json.dumps(report.to_json()))["hits"] == report.hits and str(report)
+
+
+def test_policies_evict_by_their_rank():
+    def order(policy, uses):
+        for expert in uses:
+            policy.use((0, expert))
+        found = []
+        while (victim := policy.evict(set())) is not None:
+            found.append(victim[1])
+        return found
+
+    uses = [1, 2, 3, 1, 1, 2]
+    assert order(LeastRecentlyUsed(), uses) == [3, 1, 2]
+    assert order(LeastFrequentlyUsed(), uses) == [3, 2, 1]
+    assert order(ByTrace({(0, 1): 5, (0, 2): 1, (0, 3): 9}), uses) == [2, 1, 3]
+    policy = LeastRecentlyUsed()
+    for expert in (1, 2):
+        policy.use((0, expert))
+    policy.use((0, 3), passing=True)
+    assert policy.evict({(0, 3)}) == (0, 1) and policy.evict(set()) == (0, 3)
+    assert policy.evict({(0, 2)}) is None
+
+
+def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
+    """A pass over all experts of a layer must not push out all that others have."""
+    monkeypatch.setattr(engine, "WAVE_LOADS", 1)
+
+    class Scanned(LeastRecentlyUsed):
+        def use(self, expert, passing=False):
+            super().use(expert)
+
+    def hits(policy):
+        model = offloaded(slots=10, predictor=None, policy=policy)
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randint(1, 61, (4, 40)))
+        report = model.offload.report()
+        model.offload.close()
+        return report.hits
+
+    assert hits("lru") >= hits(Scanned()) + 4
+
+
+def read_shared(name, count, size, results):
+    other = HostSlab(count, size, name)
+    results.put((other.is_owner, other.check_all(), other.record(2)[:4].tolist()))
+    other.close()
+
+
+def test_processes_share_one_slab():
+    name = f"test-{os.getpid()}"
+    owner = HostSlab(5, 1000, name)
+    assert owner.is_owner
+    for number in range(5):
+        owner.record(number).fill_(number + 1)
+        owner.written(number)
+    owner.finish()
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=read_shared, args=(name, 5, 1000, results))
+    process.start()
+    assert results.get(timeout=60) == (False, {}, [3, 3, 3, 3])
+    process.join(60)
+    with pytest.raises(ValueError, match="holds 5 records of 1000 bytes, not 6 of 1000"):
+        HostSlab(6, 1000, name)
+    path = owner.path
+    assert path.exists()
+    owner.close()
+    assert not path.exists()
+
+
+def test_a_shared_slab_that_was_cut():
+    name = f"test-cut-{os.getpid()}"
+    owner = HostSlab(3, 5000, name)
+    for number in range(3):
+        owner.written(number)
+    owner.finish()
+    os.truncate(owner.path, 4096)
+    with pytest.raises(ValueError, match="was cut, so records at its end are missing"):
+        HostSlab(3, 5000, name)
+    owner.close()
+
+
+class Runtime:
+    """A driver that pins so many chunks."""
+
+    def __init__(self, most):
+        self.left = most
+
+    def cudaHostRegister(self, *_):
+        self.left -= 1
+        return int(self.left < 0)
+
+    def cudaHostUnregister(self, _):
+        return 0
+
+
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_memory_that_cannot_all_be_pinned(most, monkeypatch, caplog):
+    monkeypatch.setattr(slab, "PIN_CALL_BYTES", 3 * slab.RECORD_ALIGNMENT)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(most))
+    memory = HostSlab(10, 4000)
+    if not most:
+        with pytest.raises(ValueError, match="not even .* can be pinned; raise the limit"):
+            memory.pin()
+        return
+    memory.pin()
+    pinned = min(memory.bytes, most * memory.chunk_bytes)
+    assert memory.pinned == pinned and memory.is_pinned(0)
+    assert memory.is_pinned(9) == (most == 9)
+    assert ("are pinned; the records behind them" in caplog.text) == (most == 2)
+    memory.close()
+
+
+def test_copies_go_to_their_slot():
+    wrong = mutant(copies, "self.slots[slot, : len(record)]", "self.slots[0, : len(record)]")
+    record = torch.arange(8, dtype=torch.uint8)
+    for of, right in ((copies, True), (wrong, False)):
+        slots = torch.zeros(3, 8, dtype=torch.uint8)
+        of.CopyEngine(torch.device("cpu"), slots).copy(record, 2, prefetch=True)
+        assert torch.equal(slots[2], record) == right
+
+
+def test_planted_faults_of_the_engine_are_found(monkeypatch):
+    model = offloaded(slots=4)
+    torch.manual_seed(7)
+    resident = families.routed("Qwen3Moe", num_experts=8)
+    patch_parts(resident)
+    expected = run(resident)
+    patch_parts(model)
+    assert torch.equal(run(model), expected)
+    wrong = mutant(engine, "self._slot_of[layer, e]", "0")
+    monkeypatch.setattr(engine.ExpertEngine, "waves", wrong.ExpertEngine.waves)
+    assert not torch.equal(run(model), expected)
+    model.offload.close()
+
+
+@pytest.mark.parametrize("form", ["fp32", "nf4"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_the_share_of_the_cpu(name, form):
+    """It computes some of the missing experts of few tokens; with gradients, and of many, none."""
+    count = {"GptOss": "num_local_experts"}.get(name, "num_experts")
+    model = families.routed(name, **{count: 8})
+    if form == "nf4":
+        quantise_experts(model)
+    expected = copy.deepcopy(model)
+    patch_parts(expected)
+    streamed = chronicals.offload(
+        model, vram=6 * 19200, ram="1GiB", device="cpu", mode="numerical", predictor=None
+    )
+    patch_parts(streamed)
+    streamed.offload.engine.cpu.cpu_seconds = streamed.offload.engine.cpu.bus_seconds
+    with torch.no_grad():
+        for tokens in (1, 5, 1, 30):
+            ids = torch.randint(1, 61, (1, tokens))
+            torch.testing.assert_close(
+                streamed(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-5
+            )
+    report = streamed.offload.report()
+    by_cpu = sum(layer.by_cpu for layer in report.layers)
+    assert report.mode == "numerical" and 0 < by_cpu < report.misses
+    assert report.misses == by_cpu + sum(layer.loads for layer in report.layers)
+    long = torch.randint(1, 61, (1, 65))
+    with torch.no_grad():
+        assert torch.equal(streamed(long).logits, expected(long).logits)
+    assert torch.equal(streamed(IDS).logits, expected(IDS).logits)
+    assert by_cpu == sum(layer.by_cpu for layer in streamed.offload.report().layers)
+    streamed.offload.close()
+
+
+def test_bus_and_cpu_end_together():
+    share = CpuShare(1 << 20)
+    share.bus_seconds, share.cpu_seconds = 2.0, 6.0
+    assert share.of_missing([3, 4, 9, 11]) == [11] and share.of_missing([]) == []
+    share.bus_seconds = 6.0
+    assert share.of_missing([3, 4, 9, 11]) == [9, 11]
+    share.copy_took(11.0)
+    assert share.bus_seconds == 7.0
