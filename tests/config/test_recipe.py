@@ -382,6 +382,7 @@ def test_what_presets_promise():
     assert preset("memory-lean").use_lora and preset("memory-lean").batch_size == 1
     assert not preset("fast").use_gradient_checkpointing
     assert preset("long-context").max_seq_length > 16 * ChronicalsConfig().max_seq_length - 1
+    assert preset("long-context").fit == "settings"
 
 
 def test_overrides_win_over_a_preset():

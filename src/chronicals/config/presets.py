@@ -62,6 +62,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_seq_length": 32768,
         "gradient_accumulation_steps": 4,
         "use_gradient_checkpointing": True,
+        "fit": "settings",  # layers in tiles and inputs in host memory, where the card needs them
     },
     **ADAPTER_PRESETS,
 }
