@@ -41,7 +41,7 @@ class PagedNeeds(Needs):
 
 @dataclass(frozen=True)
 class PagedScores:
-    """How scores are computed; the fields are those arguments of ``attend_pages``."""
+    """Settings of scores; the fields are those arguments of ``attend_pages``."""
 
     sinks: Tensor | None
     scale: float

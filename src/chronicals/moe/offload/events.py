@@ -1,4 +1,4 @@
-"""What the engine did: counts for its report, and lines for ``io.jsonl``.
+"""Events of the engine: counts for its report, and lines for ``io.jsonl``.
 
 A line is ``{t, kind, tier, layer, expert, bytes, us}``; ``kind`` is one of ``hit``, ``miss``,
 ``load``, ``evict``, ``prefetch``, ``stall`` and ``step``, ``tier`` where the expert was looked for
@@ -31,7 +31,7 @@ FLUSH_LINES = 256
 
 @dataclass
 class LayerCounts:
-    """What happened to the experts of a layer.
+    """Counts of the experts of a layer.
 
     Attributes:
         hits, misses: chosen experts that were in slots, or on their way there, and that were not.

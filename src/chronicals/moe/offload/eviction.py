@@ -1,4 +1,4 @@
-"""Which expert gives up its slot when another one needs it.
+"""Policies that choose the expert that gives up its slot when another one needs it.
 
 A policy gives each expert in a slot a rank; the one with the least goes first. Where the layers
 together choose more experts than there are slots, those that a pass brings in leave before all

@@ -1,4 +1,4 @@
-"""Which experts a layer will want, for copies before they are chosen.
+"""Predictions of the experts that a layer will want, for copies before they are chosen.
 
 A predictor may be wrong at any time: then copies were made in vain, and no result changes.
 """

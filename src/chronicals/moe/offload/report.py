@@ -1,4 +1,4 @@
-"""What the engine tells about itself."""
+"""Report of the engine on itself."""
 
 from __future__ import annotations
 
