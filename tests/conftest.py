@@ -113,7 +113,7 @@ FEW = 1
 SHARE = 0.06
 """Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
 
-SLOW_SHARE = 1 / 8
+SLOW_SHARE = 1 / 12
 """Of the tests with the mark ``slow`` a sample is this share."""
 
 WHOLE = ("", "config")
@@ -124,7 +124,7 @@ def sample(items, run_seed):
     """Return the cases of each test that ``make test`` runs, drawn by the seed.
 
     ``@pytest.mark.sample(n)`` says how many. Where a file says so by ``pytest.mark.of_file(n)``,
-    its tests are the cases. Of tests with the mark ``slow``, or files with it, one in eight runs.
+    its tests are the cases. Of tests with the mark ``slow``, or files with it, one in twelve runs.
     """
     cases: dict[str, list] = {}
     for item in items:

@@ -121,13 +121,15 @@ def compare(case, device, gate=None, of=module, **options):
         )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("gate", [None, GPT_OSS], ids=["swiglu", "gpt-oss"])
 def test_output_and_every_gradient(options, gate, device):
     compare((67, 2, 4, 48, 40), device, gate, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_sizes(case, device):
@@ -248,6 +250,8 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
     wrong = mutant(module, *FAULTS[fault])

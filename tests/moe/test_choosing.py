@@ -142,6 +142,7 @@ def recalls(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LEARNS)
 def test_heads_learn_what_is_chosen(family, recalls):
     found = recalls[family]

@@ -5,7 +5,7 @@ import pytest
 import runs
 import tiny
 from chronicals.policies import Facts
-from chronicals.policies.exclusions import EXCLUSIONS, conditions, why_excluded
+from chronicals.policies.exclusions import EXCLUSIONS, STREAMED, conditions, why_excluded
 from chronicals.policies.policy import POLICIES
 
 ALL_HOLD = {"shared packs", "divided weights", "divided trained weights", "several processes"}
@@ -23,7 +23,7 @@ def test_conditions_are_read_from_the_facts(facts):
 
 
 def test_every_name_is_a_policy_or_a_condition(facts):
-    names = POLICIES.keys() | conditions(facts)
+    names = POLICIES.keys() | conditions(facts) | {STREAMED}
     assert {row.policy for row in EXCLUSIONS} | {row.beside for row in EXCLUSIONS} <= names
 
 

@@ -44,6 +44,7 @@ LEARNING = frozenset(
         "packing_strategy",
         "max_documents",
         "resize_embeddings",
+        "rope_scaling",
         "reward_on_error",
         "reward_aggregation",
     ]
