@@ -114,6 +114,7 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
     assert (presented.model is inner) == presented.packed == looked_through
     if not looked_through:
         return
+    model.double()  # adapters as large as weights add up to much rounding in fp32
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -121,7 +122,7 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
         [torch.randint(1, 61, (7,)), torch.tensor([5, 6]), torch.randint(1, 61, (11,))]
     )
     batch = dataclasses.replace(batch, targets=batch.input_ids)
-    upstream = torch.randn(len(batch), 32)
+    upstream = torch.randn(len(batch), 32, dtype=torch.float64)
     trained = [p for p in model.parameters() if p.requires_grad]
     found = []
     for way in (presented, presented_as(model, False)):
@@ -129,8 +130,7 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
             states = way.hidden_states(batch)
         found.append([states, *torch.autograd.grad((states * upstream).sum(), trained)])
     for got, expected in zip(*found, strict=True):
-        # adapters as large as weights add up to more rounding than the model's own layers
-        assert expected.any() and distance(got, expected) <= 3 * TOLERANCE
+        assert expected.any() and distance(got, expected) <= TOLERANCE
 
 
 def test_pefts_prompts_are_not_looked_through():
