@@ -4,6 +4,7 @@ import copy
 import json
 import multiprocessing
 import os
+from contextlib import closing
 
 import pytest
 import torch
@@ -130,10 +131,7 @@ def test_policies_evict_by_their_rank():
     def order(policy, uses):
         for expert in uses:
             policy.use((0, expert))
-        found = []
-        while (victim := policy.evict(set())) is not None:
-            found.append(victim[1])
-        return found
+        return [expert for _, expert in policy.victims(set())]
 
     uses = [1, 2, 3, 1, 1, 2]
     assert order(LeastRecentlyUsed(), uses) == [3, 1, 2]
@@ -143,8 +141,13 @@ def test_policies_evict_by_their_rank():
     for expert in (1, 2):
         policy.use((0, expert))
     policy.use((0, 3), passing=True)
-    assert policy.evict({(0, 3)}) == (0, 1) and policy.evict(set()) == (0, 3)
-    assert policy.evict({(0, 2)}) is None
+    kept = {(0, 3)}
+    with closing(policy.victims(kept)) as victims:
+        assert next(victims) == (0, 1)
+        kept.add((0, 2))  # it came to be used meanwhile
+        assert next(victims, None) is None
+    assert list(policy.victims({(0, 2)})) == [(0, 3)]
+    assert list(policy.victims(set())) == [(0, 2)]
 
 
 def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):

@@ -852,7 +852,11 @@ def grouped_product_reference(
     factor: float = 1.0,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""
+    """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts.
+
+    The rows of an expert are multiplied in memory of their own: a CPU's library sums in another order
+    where rows begin at other multiples of 64 bytes, so bits would depend on the experts before.
+    """
     bounds = to.bounds.tolist()
     places = range(to.experts) if slots is None else slots.tolist()
     rows = x[to.order_S.long() // to.each] if of_tokens else x
@@ -861,9 +865,11 @@ def grouped_product_reference(
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
         if begin == end:
             continue
-        total = factor * (rows[begin:end].to(wide) @ weight[places[expert]].to(wide).t())
+        own = rows[begin:end].to(wide, copy=True)
+        total = factor * (own @ weight[places[expert]].to(wide).t())
         if adapted is not None:
-            total += adapted.u_SR[begin:end].to(wide) @ adapted.up_ENR[expert].to(wide).t()
+            u = adapted.u_SR[begin:end].to(wide, copy=True)
+            total += u @ adapted.up_ENR[expert].to(wide).t()
         y[begin:end] = total if bias is None else total + bias[expert]
     return y
 
@@ -876,7 +882,10 @@ def grouped_weight_gradient_reference(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``grouped_weight_gradient`` in plain torch, expert by expert."""
+    """Compute ``grouped_weight_gradient`` in plain torch, expert by expert.
+
+    Rows are copied as in ``grouped_product_reference``.
+    """
     tokens = to.order_S.long() // to.each
     a = a[tokens] if of_tokens == GATHER_FIRST else a
     b = b[tokens] if of_tokens == GATHER_SECOND else b
@@ -885,5 +894,7 @@ def grouped_weight_gradient_reference(
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
         if begin < end:
-            out[expert] = factor * (a[begin:end].to(wide).t() @ b[begin:end].to(wide))
+            own_a = a[begin:end].to(wide, copy=True)
+            own_b = b[begin:end].to(wide, copy=True)
+            out[expert] = factor * (own_a.t() @ own_b)
     return out

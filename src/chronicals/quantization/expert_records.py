@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.expert_stacks import ExpertStack
+from chronicals.kernels.few_tokens_product import multiplies_few_tokens
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.fp8_experts import (
     EXPERT_DTYPE,
@@ -31,6 +32,7 @@ from chronicals.kernels.fp8_experts import (
 from chronicals.kernels.fused_experts import ExpertWeights, of_slots
 from chronicals.kernels.host_memory import sent
 from chronicals.kernels.nf4 import Scales, quantize_scales
+from chronicals.kernels.nf4_product import MOST_ROWS
 from chronicals.quantization.experts import PackedExperts, class_module
 from chronicals.quantization.nf4 import FourBits, Packed
 from chronicals.quantization.packed import PackedWeight
@@ -129,6 +131,16 @@ class StackFormat(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name of the format for logs."""
+
+    def tokens_in_place(self, views: Mapping[str, Tensor]) -> int | None:
+        """Return the tokens of a pass, at most, whose products read records in place.
+
+        None if those of any number do.
+
+        Args:
+            views: the records, as in ``InMemory``.
+        """
+        return None
 
     def to(self, device: torch.device) -> None:  # noqa: B027  most formats share nothing
         """Move what all experts share to the device of the products."""
@@ -266,6 +278,27 @@ class PackedRecords(StackFormat):
         own = {name: view[slot] for name, view in memory.views.items()}
         return self.one.with_tensors({**self.one.tensors, **own}, self.matrix, self.dtype)
 
+    def tokens_in_place(self, views: Mapping[str, Tensor]) -> int:
+        """Return the tokens of a pass, at most, whose products dequantise inside them."""
+        stack = self.stack_of(views, self.transposed)
+        codes = next(iter(views.values()))
+        x = torch.empty(0, dtype=self.dtype, device=codes.device)
+        if stack is None or not multiplies_few_tokens(x):
+            return 0
+        return min(stack.most_tokens, MOST_ROWS)
+
+    def stack_of(self, views: Mapping[str, Tensor], transposed: bool) -> ExpertStack | None:
+        """Return records as products of few tokens read them in place, or None if they cannot."""
+        if transposed != self.turned:
+            return None
+        count = len(next(iter(views.values())))
+        rows, width = self.matrix
+        one = self.one.with_tensors(
+            {**self.one.tensors, **views}, (count * rows, width), self.dtype
+        )
+        stack: ExpertStack | None = one.expert_stack(count)
+        return stack
+
     def weights(self, memory: InMemory) -> ExpertWeights:
         """Return the experts with rows, dequantised by each call and numbered in their order."""
         stack = SlotStack(self, memory, [slot for slot in memory.numbers if slot >= 0])
@@ -313,15 +346,7 @@ class SlotStack:
 
     def expert_stack(self, transposed: bool) -> ExpertStack | None:
         """Return the records as products of few tokens read them in place, or None."""
-        if transposed != self.form.turned:
-            return None
-        views = self.memory.views
-        count = len(next(iter(views.values())))
-        rows, width = self.form.matrix
-        one = self.form.one
-        whole = one.with_tensors({**one.tensors, **views}, (count * rows, width), self.dtype)
-        stack: ExpertStack | None = whole.expert_stack(count)
-        return stack
+        return self.form.stack_of(self.memory.views, transposed)
 
 
 class FP8Records(StackFormat):

@@ -13,9 +13,12 @@ same products of the same bytes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +68,13 @@ class LayerRecords:
         return next(iter(self.formats.values())).count
 
 
+class WaveLimits(NamedTuple):
+    """What a wave has at most: experts, and missing ones among them."""
+
+    experts: int
+    missing: int
+
+
 def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
     """Return the bytes of a slot: of the largest record."""
     return max(layer.layout.bytes for layer in layers)
@@ -102,7 +112,6 @@ class ExpertEngine:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
         self._slot_of: dict[Expert, int] = {}
-        self._held: list[Expert | None] = []
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
         self._expected: list[int] = []
@@ -160,7 +169,6 @@ class ExpertEngine:
             )
         self._copies = CopyEngine(device, self._memory)
         self._slot_of = {}
-        self._held = [None] * self.slots
         self._free = list(range(self.slots))[::-1]
         self._fetched = set()
         self._views = {}
@@ -199,28 +207,37 @@ class ExpertEngine:
 
         This is the one time in a pass over a layer that the host waits for the device.
         """
-        if layer == 0:
-            self.log.step()
+        read: list[int] = self.to_be_read(layer, bounds, x).tolist()
+        return self.note_read(layer, read)
+
+    def to_be_read(self, layer: int, bounds: Tensor, x: Tensor) -> Tensor:
+        """Return what the host has to know of a layer on the device, int32: ``bounds`` comes first.
+
+        Behind it are the experts of the next layer that the predictor names, if it names them there.
+        """
         wanted = None
-        following = layer + 1
-        if self.predictor is not None and following < len(self.layers):
+        if self.predictor is not None and layer + 1 < len(self.layers):
             wanted = self.predictor.ask(layer, x)
         if wanted is None:
-            read: list[int] = bounds.tolist()
-            told: list[int] = []
-        else:
-            together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
-            read, told = together[: len(bounds)], together[len(bounds) :]
+            return bounds
+        return torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1)))
+
+    def note_read(self, layer: int, read: list[int]) -> list[int]:
+        """Return the bounds, given what was ``to_be_read``, and note what the predictor says."""
+        if layer == 0:
+            self.log.step()
+        count = self.layers[layer].count
+        bounds, told = read[: count + 1], read[count + 1 :]
         self.log.read_timings()
         self._by_cpu = frozenset()
         if self.cpu is not None and self.log.copied:
             self.cpu.copy_took(self.log.copy_ms / 1e3 / self.log.copied)
         if self.predictor is not None:
-            chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
+            chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
             self._expected = self.predictor.expect(layer, chosen, told)
         else:
             self._expected = []
-        return read
+        return bounds
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
@@ -241,9 +258,12 @@ class ExpertEngine:
         queue = [e for e in range(count) if bounds[e] < bounds[e + 1] and e not in by_cpu]
         first = 0
         passing = len(queue) * len(self.layers) > self.slots
-        wave = self._take(layer, queue, [], passing)
+        waiting = deque(queue)
+        form = next(iter(self.layers[layer].formats.values()))
+        limits = WaveLimits(form.dense_experts or self.slots, WAVE_LOADS)
+        wave = self._take(layer, waiting, [], passing, limits)
         while wave:
-            following = self._take(layer, queue, wave, passing) if queue else []
+            following = self._take(layer, waiting, wave, passing, limits)
             end = following[0] if following else count
             if not following:
                 self._prefetch(layer, wave, backward)
@@ -291,81 +311,137 @@ class ExpertEngine:
             for name in records.formats
         }
 
-    def _take(
-        self, layer: int, queue: list[int], running: Sequence[int], passing: bool
-    ) -> list[int]:
-        """Take the experts of a wave from the queue, and ask for the copies of missing ones.
+    @property
+    def most_tokens_in_graphs(self) -> int:
+        """Tokens of a decode step, at most, that graphs can take.
+
+        Their experts are all in slots at once, and products read them there, so that ``bring``
+        prepares them. 0 where the CPU computes a share.
+        """
+        if self.cpu is not None:
+            return 0
+        most = self.slots // max(layer.each for layer in self.layers)
+        for layer, views in zip(self.layers, self._views.values()):
+            for name, form in layer.formats.items():
+                in_place = form.tokens_in_place(views[name])
+                most = most if in_place is None else min(most, in_place)
+        return most
+
+    def bring(self, layer: int, read: list[int]) -> list[int]:
+        """Bring all experts of a layer with rows into slots, for products of a graph.
+
+        The products of the layer before are done: the host has read what was computed from them. So
+        no copy has to wait for one, and those that are launched next wait for all copies.
 
         Args:
             layer: number of the layer.
-            queue: chosen experts that were not taken.
+            read: what was ``to_be_read``, on the host.
+
+        Returns:
+            The slot of each expert, -1 for those without rows.
+        """
+        bounds = self.note_read(layer, read)
+        count = self.layers[layer].count
+        chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
+        waiting = deque(chosen)
+        passing = len(chosen) * len(self.layers) > self.slots
+        wave = self._take(layer, waiting, [], passing, WaveLimits(count, count))
+        assert not waiting, "a graph's experts have slots all at once"
+        self._prefetch(layer, wave, backward=False)
+        numbers = [-1] * count
+        for expert in wave:
+            numbers[expert] = self._slot_of[layer, expert]
+        self._wait(layer, [numbers[expert] for expert in wave])
+        return numbers
+
+    def _take(
+        self,
+        layer: int,
+        waiting: deque[int],
+        running: Sequence[int],
+        passing: bool,
+        limits: WaveLimits,
+    ) -> list[int]:
+        """Take the experts of a wave, and ask for the copies of missing ones.
+
+        Args:
+            layer: number of the layer.
+            waiting: chosen experts that were not taken; what is taken leaves them.
             running: experts of the wave whose products run meanwhile.
             passing: the slots could not keep as many experts of all layers.
+            limits: what the wave may have.
         """
-        form = next(iter(self.layers[layer].formats.values()))
-        most = form.dense_experts or self.slots
         room = self.slots - len(running)
-        if len(queue) > room:
+        if len(waiting) > room:
             room = self.slots // 2  # so that the wave behind it has as many
-        most = min(most, room)
+        most = min(limits.experts, room)
         taken: list[int] = []
         loads = 0
-        running_keys = {(layer, e) for e in running}
-        while queue and len(taken) < most:
-            key = layer, queue[0]
-            kept = running_keys | {(layer, e) for e in taken}
-            if key not in self._slot_of:
-                if loads == WAVE_LOADS:
-                    break
-                pending = {(layer, e) for e in queue}
-                if not self._load(key, kept, pending, prefetch=False):
-                    break
-                loads += 1
-                self.log.miss(*key)
-                self.policy.use(key, passing)
-            else:
-                self.log.hit(*key)
-                if key in self._fetched:
-                    self._fetched.discard(key)
-                    self.log.layers[layer].used += 1
-                self.policy.use(key)
-            taken.append(queue.pop(0))
+        kept = {(layer, e) for e in running}
+        wanted = kept | {(layer, e) for e in waiting}
+        with closing(self.policy.victims(wanted)) as victims:
+            while waiting and len(taken) < most:
+                key = layer, waiting[0]
+                if key not in self._slot_of:
+                    if loads == limits.missing:
+                        break
+                    slot = self._emptied(victims)
+                    if slot is None:  # only experts that this layer wants later are left
+                        victims.close()
+                        with closing(self.policy.victims(kept)) as others:
+                            slot = self._emptied(others)
+                    if slot is None:
+                        break
+                    self._load(key, slot, prefetch=False)
+                    loads += 1
+                    self.log.miss(*key)
+                    self.policy.use(key, passing)
+                else:
+                    self.log.hit(*key)
+                    if key in self._fetched:
+                        self._fetched.discard(key)
+                        self.log.layers[layer].used += 1
+                    self.policy.use(key)
+                taken.append(waiting.popleft())
+                kept.add(key)
         return taken
 
-    def _load(self, key: Expert, kept: set[Expert], pending: set[Expert], prefetch: bool) -> bool:
-        """Copy an expert's record into a slot; return False if no slot may be taken.
+    def _emptied(self, victims: Iterator[Expert]) -> int | None:
+        """Return a slot for another expert: a free one, or else that of the next victim.
+
+        None if there is none of either.
+        """
+        if self._free:
+            return self._free.pop()
+        victim = next(victims, None)
+        if victim is None:
+            return None
+        self._fetched.discard(victim)
+        self.log.evict(*victim)
+        return self._slot_of.pop(victim)
+
+    def _load(self, key: Expert, slot: int, prefetch: bool) -> None:
+        """Copy an expert's record into a slot.
 
         Args:
             key: the expert.
-            kept: experts whose slots may not be taken.
-            pending: experts whose slots are taken only where there is no other.
-            prefetch: no product waits for it yet; no slot of ``pending`` is taken then.
+            slot: number of the slot.
+            prefetch: no product waits for it yet.
+
+        Raises:
+            ExpertRecordError: the record is not what was loaded.
         """
-        if self._free:
-            slot = self._free.pop()
-        else:
-            victim = self.policy.evict(kept | pending)
-            if victim is None and not prefetch:
-                victim = self.policy.evict(kept)
-            if victim is None:
-                return False
-            slot = self._slot_of.pop(victim)
-            self._fetched.discard(victim)
-            self.log.evict(*victim)
         layer, expert = key
         records = self.layers[layer]
         number = records.first + expert
         wrong = self.slab.check(number)
         if wrong is not None:
             self._free.append(slot)
-            self._held[slot] = None
             raise record_error(records.path, expert, wrong)
         record = self.slab.record(number)
         self._copies.copy(record[: records.layout.bytes], slot, prefetch)
         self._slot_of[key] = slot
-        self._held[slot] = key
         self.log.load(layer, expert, records.layout.bytes, self._copies.timing(slot))
-        return True
 
     def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
@@ -375,18 +451,21 @@ class ExpertEngine:
         if not 0 <= target < len(self.layers):
             return
         expected = self.predictor.last(target) if backward else self._expected
-        kept = {(layer, e) for e in running}
+        kept = {(layer, e) for e in running} | self._fetched
         room = max(0, self.slots - len(running) - 1)
-        for expert in expected[:room]:
-            key = target, expert
-            if key in self._slot_of:
-                continue
-            if not self._load(key, kept | self._fetched, set(), prefetch=True):
-                return
-            kept.add(key)
-            self._fetched.add(key)
-            self.policy.use(key)
-            self.log.prefetch(*key)
+        with closing(self.policy.victims(kept)) as victims:
+            for expert in expected[:room]:
+                key = target, expert
+                if key in self._slot_of:
+                    continue
+                slot = self._emptied(victims)
+                if slot is None:
+                    return
+                self._load(key, slot, prefetch=True)
+                kept.add(key)
+                self._fetched.add(key)
+                self.policy.use(key)
+                self.log.prefetch(*key)
 
     def _wait(self, layer: int, slots: list[int]) -> None:
         """Let products wait for their slots, and time that where lines are written."""
