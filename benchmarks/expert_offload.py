@@ -33,8 +33,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,9 @@ TINY = {
 FEW_TOKENS = 8
 """Tokens of a short answer."""
 
+SAME_STEPS = 3
+"""Steps whose losses and gradient norms are compared."""
+
 COPIES = 30
 """Copies whose median is the rate of the bus."""
 
@@ -87,7 +91,7 @@ class Sizes:
         width: tokens of a document of training.
         steps: training steps.
         warm: of these the first ones, which are not timed.
-        experts: memory of experts in training, and in that of the whole model.
+        experts: GiB of experts in training with ``whole`` layers, and in that of the whole model.
         tiny: the model is tiny.
     """
 
@@ -99,7 +103,7 @@ class Sizes:
     width: int = 2048
     steps: int = 8
     warm: int = 3
-    experts: tuple[str, str] = ("4GiB", "2GiB")
+    experts: tuple[float, float] = (4.0, 2.0)
     tiny: bool = False
 
     @property
@@ -111,6 +115,15 @@ class Sizes:
     def config(self, layers: int) -> Any:
         """Return the configuration of the model."""
         return transformers.Qwen3MoeConfig(**{**self.model, "num_hidden_layers": layers})
+
+    def expert_memory(self, whole: float, layers: int) -> str:
+        """Return the memory of experts, as recipes name it.
+
+        Args:
+            whole: its GiB with all layers.
+            layers: decoder layers, whose share of it is taken.
+        """
+        return f"{1024 * whole * layers / self.whole}MiB"
 
     @property
     def record(self) -> int:
@@ -127,7 +140,7 @@ TINY_SIZES = Sizes(
     width=64,
     steps=3,
     warm=1,
-    experts=("0.1875MiB", "0.09375MiB"),
+    experts=(0.28125 / 1024, 0.09375 / 1024),
     tiny=True,
 )
 
@@ -183,7 +196,9 @@ def built(sizes: Sizes, layers: int, quantised: bool = False) -> Any:
 def offloaded(model: Any, sizes: Sizes, **options: Any) -> Any:
     """Return the model with ``sizes.slots`` of its experts a layer in slots."""
     budget = sizes.slots * len(model.model.layers) * sizes.record
-    return chronicals.offload(model, vram=budget, **options)
+    model = chronicals.offload(model, vram=budget, **options)
+    model.offload.engine.verify()  # else each record's first copy would wait for its checksum
+    return model
 
 
 @torch.no_grad()
@@ -397,30 +412,60 @@ def mapped(missing: float, sizes: Sizes) -> dict[str, Any]:
 
 
 def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
-    """Return the row of training steps of so many documents, frozen experts streamed."""
+    """Return the row of training steps of so many documents, frozen experts streamed.
+
+    Attention's backward pass sums in any order unless it is told otherwise, so whether both arms give
+    the same bits is seen over steps of their own, with deterministic algorithms.
+    """
     bus = bus_rate(sizes.record)
+    memory = {"resident": None, "offloaded": sizes.expert_memory(sizes.experts[0], sizes.layers)}
     arms = {
         arm: steps_of(packs, quantised, sizes, sizes.layers, experts)
-        for arm, experts in (("resident", None), ("offloaded", sizes.experts[0]))
+        for arm, experts in memory.items()
     }
+    few = replace(sizes, steps=SAME_STEPS, warm=1)
+    with deterministic():
+        compared = {
+            arm: steps_of(packs, quantised, few, sizes.layers, experts)
+            for arm, experts in memory.items()
+        }
     ours = arms["offloaded"]
     copies = ours["bytes"] / bus
     return {
         "bus": bus,
         "copies": copies,
         "arms": arms,
+        "compared": {
+            arm: {name: found[name] for name in ("losses", "norms")}
+            for arm, found in compared.items()
+        },
         "tokens": packs * sizes.width,
-        "equal": all(arms["resident"][name] == ours[name] for name in ("losses", "norms")),
+        "equal": all(
+            compared["resident"][name] == compared["offloaded"][name]
+            for name in ("losses", "norms")
+        ),
         "share": max(arms["resident"]["seconds"], copies) / ours["seconds"],
         "of resident": arms["resident"]["seconds"] / ours["seconds"],
     }
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Context manager in which attention's backward pass sums in one order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def of_whole_model(sizes: Sizes) -> dict[str, Any]:
     """Return the row of QLoRA of all layers, and its peak."""
     packs = max(1, 4096 // sizes.width) if not sizes.tiny else 1
     bus = bus_rate(sizes.record)
-    ours = steps_of(packs, True, sizes, sizes.whole, sizes.experts[1])
+    memory = sizes.expert_memory(sizes.experts[1], sizes.whole)
+    ours = steps_of(packs, True, sizes, sizes.whole, memory)
     return {
         "bus": bus,
         "copies": ours["bytes"] / bus,

@@ -137,13 +137,13 @@ class DecodeGraphs:
             step: takes one eagerly. It reads and writes tensors of static shapes only.
         """
         bucket = slots.bucket
-        may_capture = not self.given_up and (self._most is None or len(slots.ids) <= self._most)
+        fits = self._most is None or len(slots.ids) <= self._most
         captured = self._captured.get(bucket)
         if captured is not None:
             captured.slots.fill(slots)
         drawn = list[Drawn]()
         for _ in range(steps):
-            if captured is None and bucket in self._met and may_capture:
+            if captured is None and bucket in self._met and fits and not self.given_up:
                 captured = self._capture(bucket, slots, step)
             self._met.add(bucket)
             drawn.append(step(slots) if captured is None else captured.replay())
