@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -98,7 +99,7 @@ class Sizes:
     layers: int
     whole: int = WHOLE_LAYERS
     prompt: int = 8192
-    tokens: int = 64
+    tokens: int = 256
     slots: int = 32
     width: int = 2048
     steps: int = 8
@@ -452,7 +453,8 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Context manager in which attention's backward pass sums in one order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses cuBLAS's products
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield

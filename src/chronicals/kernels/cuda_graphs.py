@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -69,24 +69,25 @@ class _CudaCapture:
 
     Args:
         whole: the context manager of the capture, which ends the last graph.
+        pool: the memory pool.
         mode: errors of the driver that end a capture.
 
     Attributes:
         steps: what a replay does.
     """
 
-    def __init__(self, whole: torch.cuda.graph, mode: str):
+    def __init__(self, whole: torch.cuda.graph, pool: Any, mode: str):
         self.whole = whole
+        self.pool = pool
         self.mode = mode
         self.steps: list[Callable[[], None]] = [whole.cuda_graph.replay]
 
     def cut(self, decide: Callable[[], None]) -> None:
         """End the present graph and begin another one in the same pool."""
-        pool = self.whole.cuda_graph.pool()
         self.whole.cuda_graph.capture_end()
         following = torch.cuda.CUDAGraph()
         self.whole.cuda_graph = following  # which the context manager ends
-        following.capture_begin(pool=pool, capture_error_mode=self.mode)
+        following.capture_begin(pool=self.pool, capture_error_mode=self.mode)
         self.steps += [decide, following.replay]
 
 
@@ -152,7 +153,7 @@ class Recorder:
                 stream=self.stream,
                 capture_error_mode=ERRORS_THAT_END_CAPTURES,
             )
-            capture = _CudaCapture(whole, ERRORS_THAT_END_CAPTURES)
+            capture = _CudaCapture(whole, self.pool, ERRORS_THAT_END_CAPTURES)
             with tables_looked_up() as tables, whole, capture_under_way(capture):
                 result = run()
         except RuntimeError:

@@ -35,7 +35,7 @@ from chronicals.kernels.fp8 import (
     magnitude,
 )
 from chronicals.kernels.glu import _activate, _sigmoid
-from chronicals.kernels.launch import absent, operator, runs_triton, tl, triton
+from chronicals.kernels.launch import absent, compiled_once, operator, runs_triton, tl, triton
 
 GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -113,7 +113,7 @@ def _unit(
     return activated * (up + offset)
 
 
-@triton.jit
+@compiled_once(sizes=("rows",))
 def _expert_glu_forward_kernel(
     # read
     h_ptr,
@@ -252,7 +252,7 @@ def _put_halves(
         tl.store(at + width, of_up.to(kind), mask=inside)
 
 
-@triton.jit
+@compiled_once(sizes=("rows",), places=("order_ptr",))
 def _expert_glu_backward_kernel(
     # read
     g_ptr,

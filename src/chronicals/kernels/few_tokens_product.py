@@ -38,6 +38,7 @@ from chronicals.kernels.expert_stacks import (
 from chronicals.kernels.gguf_blocks import gguf_values
 from chronicals.kernels.grouped_product import LowRankTerm, held_columns, low_rank_term
 from chronicals.kernels.launch import (
+    compiled_once,
     in_rows,
     kernel_constant,
     multiplied_in,
@@ -221,7 +222,7 @@ def _weight_tile(
     return tl.reshape(w, (OUTPUTS, COLUMNS))
 
 
-@triton.jit
+@compiled_once(sizes=("tiles", "experts"), places=("order_ptr",))
 def _few_tokens_kernel(
     # read: rows; weight or codes, scales, scales' scales, what codes of both stand for
     x_ptr,

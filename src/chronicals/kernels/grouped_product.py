@@ -26,6 +26,7 @@ from torch import Tensor
 
 from chronicals.kernels.expert_dispatch import TALL_TILE_ROWS, Dispatch
 from chronicals.kernels.launch import (
+    compiled_once,
     multiplied_in,
     multiprocessors,
     next_power_of_2,
@@ -128,7 +129,7 @@ def low_rank_term(
     return total
 
 
-@triton.jit
+@compiled_once(sizes=("tiles", "experts"), places=("order_ptr",))
 def _product_kernel(
     # read, by pointers or by descriptors of the copy engine
     x_ptr,
@@ -281,7 +282,7 @@ def _product_kernel(
             )
 
 
-@triton.jit
+@compiled_once(places=("order_ptr",))
 def _weight_gradient_kernel(
     # read, by pointers or by descriptors of the copy engine
     a_ptr,
