@@ -243,12 +243,15 @@ def test_memory_that_cannot_all_be_pinned(most, monkeypatch, caplog):
 
 
 def test_copies_go_to_their_slot():
-    wrong = mutant(copies, "self.slots[slot, : len(record)]", "self.slots[0, : len(record)]")
-    record = torch.arange(8, dtype=torch.uint8)
-    for of, right in ((copies, True), (wrong, False)):
-        slots = torch.zeros(3, 8, dtype=torch.uint8)
-        of.CopyEngine(torch.device("cpu"), slots).copy(record, 2, prefetch=True)
-        assert torch.equal(slots[2], record) == right
+    wrong = mutant(copies, "into = self._rows[slot]", "into = self._rows[0]")
+    records = torch.arange(14, dtype=torch.uint8).split([8, 6])
+    for prefetch in (True, False):
+        for of, right in ((copies, True), (wrong, False)):
+            slots = torch.zeros(3, 8, dtype=torch.uint8)
+            loads = [of.Load(record, slot) for record, slot in zip(records, (2, 1))]
+            of.CopyEngine(torch.device("cpu"), slots).copy(loads, prefetch)
+            assert torch.equal(slots[2], records[0]) == right
+            assert torch.equal(slots[1, :6], records[1]) == right
 
 
 def test_planted_faults_of_the_engine_are_found(monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.host_memory import sent
-from chronicals.moe.offload.copies import CopyEngine
+from chronicals.moe.offload.copies import CopyEngine, Load
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -97,6 +97,7 @@ class ExpertEngine:
         device: device of the slots; None before ``open``.
         log: counts and lines.
         is_closed: True once the records are gone.
+        stands_in: shared experts stand in for missing ones, for whose copies no product waits.
     """
 
     def __init__(self, layers: Sequence[LayerRecords], slab: HostSlab):
@@ -105,6 +106,7 @@ class ExpertEngine:
         self.slots = 0
         self.device: torch.device | None = None
         self.is_closed = False
+        self.stands_in = False
         self.log = EventLog([LayerCounts() for _ in layers])
         self.policy: EvictionPolicy
         self.predictor: Predictor | None = None
@@ -115,6 +117,7 @@ class ExpertEngine:
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
         self._expected: list[int] = []
+        self._coming: list[Expert] = []
         self._by_cpu: frozenset[int] = frozenset()
         self.cpu: CpuShare | None = None
         self._buffers: dict[tuple, Tensor] = {}
@@ -167,10 +170,12 @@ class ExpertEngine:
             self._memory = torch.empty(
                 self.slots, self.slot_bytes, dtype=torch.uint8, device=device
             )
-        self._copies = CopyEngine(device, self._memory)
+        times = cpu_share or io is not None
+        self._copies = CopyEngine(device, self._memory, times)
         self._slot_of = {}
         self._free = list(range(self.slots))[::-1]
         self._fetched = set()
+        self._coming = []
         self._views = {}
         for number, layer in enumerate(self.layers):
             for form in layer.formats.values():
@@ -278,6 +283,53 @@ class ExpertEngine:
             self._copies.were_read(slots)
             first, wave = end, following
 
+    def missing(self, layer: int, chosen: Sequence[int]) -> list[int]:
+        """Return those of the chosen experts of a layer that products would have to wait for."""
+        slots = [self._slot_of.get((layer, expert)) for expert in chosen]
+        return [
+            expert
+            for expert, slot in zip(chosen, slots)
+            if slot is None or not self._copies.is_filled(slot)
+        ]
+
+    def fetch_for_later(self, layer: int, chosen: Sequence[int], missing: Sequence[int]) -> None:
+        """Ask for copies of missing experts, and of those that are expected in the next layer.
+
+        At most ``WAVE_LOADS`` copies are on their way at a time, and none is given up: with more,
+        a slow bus would fall behind ever further, and no expert would come before its slot is taken
+        for another one.
+
+        Args:
+            layer: number of the layer, whose products were launched.
+            chosen: the experts that tokens chose.
+            missing: those of them that were not there.
+        """
+        for expert in missing:
+            self.log.miss(layer, expert)
+        self._coming = [
+            key
+            for key in self._coming
+            if key in self._slot_of and not self._copies.is_filled(self._slot_of[key])
+        ]
+        passing = len(chosen) * len(self.layers) > self.slots
+        kept = {(layer, expert) for expert in chosen} | set(self._coming)
+        wanted = [(layer, expert) for expert in missing]
+        if layer + 1 < len(self.layers):
+            wanted += [(layer + 1, expert) for expert in self._expected]
+        with closing(self.policy.victims(kept)) as victims, self._loading(prefetch=True) as loads:
+            for key in wanted:
+                if key in self._slot_of:
+                    continue
+                slot = self._emptied(victims) if len(self._coming) < WAVE_LOADS else None
+                if slot is None:
+                    return
+                loads.append(self._load(key, slot))
+                kept.add(key)
+                self._coming.append(key)
+                self._fetched.add(key)
+                self.policy.use(key, passing)
+                self.log.prefetch(*key)
+
     def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
 
@@ -316,9 +368,9 @@ class ExpertEngine:
         """Tokens of a decode step, at most, that graphs can take.
 
         Their experts are all in slots at once, and products read them there, so that ``bring``
-        prepares them. 0 where the CPU computes a share.
+        prepares them. 0 where the CPU computes a share, or shared experts stand in.
         """
-        if self.cpu is not None:
+        if self.cpu is not None or self.stands_in:
             return 0
         most = self.slots // max(layer.each for layer in self.layers)
         for layer, views in zip(self.layers, self._views.values()):
@@ -376,14 +428,13 @@ class ExpertEngine:
             room = self.slots // 2  # so that the wave behind it has as many
         most = min(limits.experts, room)
         taken: list[int] = []
-        loads = 0
         kept = {(layer, e) for e in running}
         wanted = kept | {(layer, e) for e in waiting}
-        with closing(self.policy.victims(wanted)) as victims:
+        with closing(self.policy.victims(wanted)) as victims, self._loading(False) as loads:
             while waiting and len(taken) < most:
                 key = layer, waiting[0]
                 if key not in self._slot_of:
-                    if loads == limits.missing:
+                    if len(loads) == limits.missing:
                         break
                     slot = self._emptied(victims)
                     if slot is None:  # only experts that this layer wants later are left
@@ -392,8 +443,7 @@ class ExpertEngine:
                             slot = self._emptied(others)
                     if slot is None:
                         break
-                    self._load(key, slot, prefetch=False)
-                    loads += 1
+                    loads.append(self._load(key, slot))
                     self.log.miss(*key)
                     self.policy.use(key, passing)
                 else:
@@ -420,13 +470,21 @@ class ExpertEngine:
         self.log.evict(*victim)
         return self._slot_of.pop(victim)
 
-    def _load(self, key: Expert, slot: int, prefetch: bool) -> None:
-        """Copy an expert's record into a slot.
+    @contextmanager
+    def _loading(self, prefetch: bool) -> Iterator[list[Load]]:
+        """Context manager that makes the copies of a list at its end, also if an error ends it.
 
         Args:
-            key: the expert.
-            slot: number of the slot.
-            prefetch: no product waits for it yet.
+            prefetch: no product waits for them yet.
+        """
+        loads: list[Load] = []
+        try:
+            yield loads
+        finally:
+            self._copies.copy(loads, prefetch)
+
+    def _load(self, key: Expert, slot: int) -> Load:
+        """Give a slot to an expert, and return the copy of its record, which is to be made.
 
         Raises:
             ExpertRecordError: the record is not what was loaded.
@@ -438,14 +496,14 @@ class ExpertEngine:
         if wrong is not None:
             self._free.append(slot)
             raise record_error(records.path, expert, wrong)
-        record = self.slab.record(number)
-        self._copies.copy(record[: records.layout.bytes], slot, prefetch)
         self._slot_of[key] = slot
-        self.log.load(layer, expert, records.layout.bytes, self._copies.timing(slot))
+        size = records.layout.bytes
+        self.log.load(layer, expert, size, self._copies.timing(slot))
+        return Load(self.slab.record(number, size), slot)
 
     def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
-        if self.predictor is None:
+        if self.predictor is None or self.stands_in:
             return
         target = layer - 1 if backward else layer + 1
         if not 0 <= target < len(self.layers):
@@ -453,7 +511,7 @@ class ExpertEngine:
         expected = self.predictor.last(target) if backward else self._expected
         kept = {(layer, e) for e in running} | self._fetched
         room = max(0, self.slots - len(running) - 1)
-        with closing(self.policy.victims(kept)) as victims:
+        with closing(self.policy.victims(kept)) as victims, self._loading(prefetch=True) as loads:
             for expert in expected[:room]:
                 key = target, expert
                 if key in self._slot_of:
@@ -461,7 +519,7 @@ class ExpertEngine:
                 slot = self._emptied(victims)
                 if slot is None:
                     return
-                self._load(key, slot, prefetch=True)
+                loads.append(self._load(key, slot))
                 kept.add(key)
                 self._fetched.add(key)
                 self.policy.use(key)

@@ -19,7 +19,7 @@ from chronicals.kernels.cuda_graphs import cut_capture, is_capture_under_way
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu
 from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_product
-from chronicals.kernels.streamed_experts import Wave
+from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
 from chronicals.quantization.expert_records import InMemory
@@ -68,6 +68,19 @@ class LayerSource:
     def __deepcopy__(self, memo: dict) -> LayerSource:
         """Return itself: copies of a model read the same records through the same slots."""
         return self
+
+    def compute(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        shares: Tensor,
+        first: Adapter | None = None,
+        second: Adapter | None = None,
+        gate: Gate | None = None,
+    ) -> Tensor:
+        """Run each token through its experts, as ``streamed_experts`` does; x may be of any dtype."""
+        rows = x.to(self.dtype)
+        return streamed_experts(rows, experts, shares, self, first, second, gate).to(x.dtype)
 
     def look(self, bounds: Tensor, x: Tensor) -> list[int]:
         """Return the bounds on the host."""
@@ -141,17 +154,17 @@ class HostLook:
         self.engine = engine
         self.layer = layer
         on_card = asked.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(asked.device) if on_card else None
         self._read = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
         count = engine.layers[layer].count
         self._numbers = torch.empty(count, dtype=torch.int32, pin_memory=on_card)
-        self._device = asked.device
         self._read.copy_(asked, non_blocking=True)
         self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
 
     def bring(self) -> None:
         """Wait for what the host has to know, and bring the experts of the layer into slots."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
         numbers = self.engine.bring(self.layer, self._read.tolist())
         self._numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
         self.slots.copy_(self._numbers, non_blocking=True)
