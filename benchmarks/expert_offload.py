@@ -17,8 +17,8 @@ process of its own; what is in OUT.json is run again only if it is named.
 Bound of a row: the larger of its time with everything on the card and of its copied bytes over the
 measured bus; ``share`` is the bound over the time. All rows but ``whole`` have ``--layers`` of the 48
 layers: layers do the same work one after another, so a token's time is that of head and embedding
-and a multiple of a layer's, from which ``tokens/s of 48 layers`` is computed. Budgets are scaled
-likewise. Rows are printed only with what shows that they computed the same: greedy tokens and logits of
+and a multiple of a layer's, from which ``tokens/s of 48 layers`` and the share of decoding are
+computed. Budgets are scaled likewise. Rows are printed only with what shows that they computed the same: greedy tokens and logits of
 decoding, losses and gradient norms of training.
 
 Not run here: llama.cpp's ``--n-cpu-moe``, which needs a build with CUDA, and kt-kernel, which needs a
@@ -327,15 +327,17 @@ def decoded(missing: float, sizes: Sizes, mode: str = "exact") -> dict[str, Any]
         free(model)
         del model
     copies = arms["exact"]["missing"] * sizes.record / bus
+    head = resident["head"]
+    resident_rate = of_whole(resident["seconds"], head, sizes.layers)
+    bound = max(1 / resident_rate, copies * WHOLE_LAYERS / sizes.layers)
     found = {
         "bus": bus,
+        "head": head,
         "resident": resident["seconds"],
-        "resident tokens/s of 48 layers": of_whole(
-            resident["seconds"], resident["head"], sizes.layers
-        ),
+        "resident tokens/s of 48 layers": resident_rate,
         "copies": copies,
         "arms": arms,
-        "share": max(resident["seconds"], copies) / arms["exact"]["seconds"],
+        "share": bound * arms["exact"]["tokens/s of 48 layers"],
     }
     if mode != "exact":
         found["gain"] = arms["exact"]["seconds"] / arms[mode]["seconds"]
@@ -437,13 +439,13 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
         "copies": copies,
         "arms": arms,
         "compared": {
-            arm: {name: found[name] for name in ("losses", "norms")}
+            arm: {name: found[name] for name in ("losses", "norms", "weights")}
             for arm, found in compared.items()
         },
         "tokens": packs * sizes.width,
         "equal": all(
             compared["resident"][name] == compared["offloaded"][name]
-            for name in ("losses", "norms")
+            for name in ("norms", "weights")
         ),
         "share": max(arms["resident"]["seconds"], copies) / ours["seconds"],
         "of resident": arms["resident"]["seconds"] / ours["seconds"],
@@ -524,10 +526,12 @@ def steps_of(
             if experts is not None:
                 copied.append(chosen_by(model)["bytes"])
         peak = torch.cuda.max_memory_allocated() if where() == "cuda" else 0
+        weights = [checksum(p) for p in model.parameters() if p.requires_grad]
     free(model)
     return {
         "losses": losses,
         "norms": norms,
+        "weights": weights,
         "seconds": statistics.median(times[sizes.warm :]),
         "all seconds": times,
         "bytes": (copied[-1] - copied[sizes.warm]) / (sizes.steps - sizes.warm)
@@ -535,6 +539,12 @@ def steps_of(
         else 0,
         "peak": peak,
     }
+
+
+def checksum(x: Tensor) -> int:
+    """Return the sum of the bits of a tensor, in words of its elements' size."""
+    words = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    return int(x.detach().contiguous().view(words).long().sum())
 
 
 def train(session: Any, step: Any, scalars: dict[str, Any]) -> None:
@@ -587,7 +597,7 @@ def line_of(name: str, row: dict[str, Any]) -> str:
                 f"{found['missing'] / found['chosen']:.1%} missing, {same_words(found)}"
             )
     if "equal" in row:
-        parts.append("losses and norms " + ("equal" if row["equal"] else "DIFFER"))
+        parts.append("norms and weights " + ("equal" if row["equal"] else "DIFFER"))
     if "peak GiB" in row:
         parts.append(f"peak {row['peak GiB']:.2f} GiB (bar 7)")
     if not arms:

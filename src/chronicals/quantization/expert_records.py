@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from chronicals.kernels.dense_slots import dense_slots
 from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.kernels.few_tokens_product import multiplies_few_tokens
 from chronicals.kernels.fp8 import Scaled
@@ -335,8 +336,12 @@ class SlotStack:
     def __call__(self) -> Tensor:
         """Return the values in the class's shape, ``[m, …]`` of the m experts with rows."""
         matrices = self.memory.buffer((len(self.records), *self.form.matrix), self.dtype)
-        for matrix, slot in zip(matrices, self.records):
-            self.form.at(self.memory, slot).into(matrix)
+        stack = self.form.stack_of(self.memory.views, self.form.turned)
+        if stack is not None:
+            dense_slots(stack, self.records, matrices)
+        else:
+            for matrix, slot in zip(matrices, self.records):
+                self.form.at(self.memory, slot).into(matrix)
         return matrices.transpose(1, 2) if self.form.turned else matrices
 
     @property
