@@ -18,8 +18,8 @@ Bound of a row: the larger of its time with everything on the card and of its co
 measured bus; ``share`` is the bound over the time. All rows but ``whole`` have ``--layers`` of the 48
 layers: layers do the same work one after another, so a token's time is that of head and embedding
 and a multiple of a layer's, from which ``tokens/s of 48 layers`` and the share of decoding are
-computed. Budgets are scaled likewise. Rows are printed only with what shows that they computed the same: greedy tokens and logits of
-decoding, losses and gradient norms of training.
+computed. Budgets are scaled likewise. Rows are printed only with what shows that they computed the
+same: greedy tokens and logits of decoding, losses, gradient norms and weights of training.
 
 Not run here: llama.cpp's ``--n-cpu-moe``, which needs a build with CUDA, and kt-kernel, which needs a
 processor with AMX.
