@@ -127,6 +127,18 @@ def test_lines_of_events(tmp_path):
     assert json.loads(json.dumps(report.to_json()))["hits"] == report.hits and str(report)
 
 
+def test_packed_weights_are_released():
+    """Records are all that is left of the codes that they were made from."""
+    model = families.routed("Qwen3Moe", num_experts=8)
+    quantise_experts(model)
+    streamed = chronicals.offload(model, vram="1MiB", ram="1GiB", device="cpu")
+    for layer in streamed.offload.engine.layers:
+        for form in layer.formats.values():
+            own = [form.one.tensors[name] for name in form.parts]
+            assert own and all(tensor.device.type == "meta" for tensor in own)
+    streamed.offload.close()
+
+
 def test_policies_evict_by_their_rank():
     def order(policy, uses):
         for expert in uses:
@@ -248,8 +260,9 @@ def test_copies_go_to_their_slot():
     for prefetch in (True, False):
         for of, right in ((copies, True), (wrong, False)):
             slots = torch.zeros(3, 8, dtype=torch.uint8)
-            loads = [of.Load(record, slot) for record, slot in zip(records, (2, 1))]
-            of.CopyEngine(torch.device("cpu"), slots).copy(loads, prefetch)
+            with of.CopyEngine(torch.device("cpu"), slots).copying(prefetch) as copy:
+                for record, slot in zip(records, (2, 1)):
+                    copy(record, slot)
             assert torch.equal(slots[2], records[0]) == right
             assert torch.equal(slots[1, :6], records[1]) == right
 

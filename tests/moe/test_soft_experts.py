@@ -182,16 +182,15 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     begun = []
     copies = engine._copies
 
-    def begin(loads, prefetch):
-        assert prefetch or not loads, "a copy that something waits for"
-        for load in loads:
-            begun.append(load.slot)
-            done.discard(load.slot)
+    def begin(record, slot, stream, prefetch):
+        assert prefetch, "a copy that something waits for"
+        begun.append(slot)
+        done.discard(slot)
 
     def wait_for(slots):
         assert set(slots) <= done, "products wait for a copy"
 
-    monkeypatch.setattr(copies, "copy", begin)
+    monkeypatch.setattr(copies, "_copy", begin)
     monkeypatch.setattr(copies, "is_filled", lambda slot: slot in done)
     monkeypatch.setattr(copies, "wait_for", wait_for)
     monkeypatch.setattr(copies, "timing", lambda slot: lambda: None)

@@ -263,8 +263,14 @@ class PackedRecords(StackFormat):
         return self._expert(number)
 
     def forget_weights(self) -> None:
-        """Release the packed weight."""
+        """Release the packed weight; of what experts have of their own the shapes stay."""
         self._expert = None
+        own = {
+            name: tensor.to("meta")
+            for name, tensor in self.one.tensors.items()
+            if tensor is not None and name in self.parts
+        }
+        self.one = self.one.with_tensors({**self.one.tensors, **own})
 
     def to(self, device: torch.device) -> None:
         """Move the shared tensors."""

@@ -10,9 +10,9 @@ is allocated. On the CPU the same code runs over streams that do everything at o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,18 +73,6 @@ class CardStream:
         return torch.cuda.stream(self.stream)
 
 
-class Load(NamedTuple):
-    """A copy to be made.
-
-    Attributes:
-        record: uint8 ``[bytes]`` in host memory.
-        slot: number of the slot.
-    """
-
-    record: Tensor
-    slot: int
-
-
 class CopyEngine:
     """Copies records into slots.
 
@@ -124,22 +112,29 @@ class CopyEngine:
     def _current(self) -> Any:
         return torch.cuda.current_stream(self.device) if self._on_card else HostStream()
 
-    def copy(self, loads: Sequence[Load], prefetch: bool) -> None:
-        """Copy records into slots, each after the products that read its slot before.
+    @contextmanager
+    def copying(self, prefetch: bool) -> Iterator[Callable[[Tensor, int], None]]:
+        """Context manager that yields a function which copies a record into a slot.
 
-        The stream is entered once, and each event is told its stream: asking torch for the current
-        one takes as long as to launch a copy.
+        A copy comes after the products that read its slot before. The stream is entered once, with
+        the first copy, and events are told their stream: asking torch for the current one takes as
+        long as to launch a copy.
 
         Args:
-            loads: the copies, in their order.
-            prefetch: no product waits for them yet.
+            prefetch: no product waits for the copies yet.
         """
-        if not loads:
-            return
         stream = self._prefetch if prefetch else self._demand
-        with stream.context():
-            for record, slot in loads:
+        with ExitStack() as entered:
+            is_entered = False
+
+            def copy(record: Tensor, slot: int) -> None:
+                nonlocal is_entered
+                if not is_entered:
+                    entered.enter_context(stream.context())
+                    is_entered = True
                 self._copy(record, slot, stream, prefetch)
+
+            yield copy
 
     def _copy(self, record: Tensor, slot: int, stream: Any, prefetch: bool) -> None:
         """Copy a record into a slot on a stream, which is the current one."""

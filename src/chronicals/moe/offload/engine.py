@@ -14,8 +14,8 @@ same products of the same bytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.host_memory import sent
-from chronicals.moe.offload.copies import CopyEngine, Load
+from chronicals.moe.offload.copies import CopyEngine
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -316,14 +316,17 @@ class ExpertEngine:
         wanted = [(layer, expert) for expert in missing]
         if layer + 1 < len(self.layers):
             wanted += [(layer + 1, expert) for expert in self._expected]
-        with closing(self.policy.victims(kept)) as victims, self._loading(prefetch=True) as loads:
+        with (
+            closing(self.policy.victims(kept)) as victims,
+            self._copies.copying(prefetch=True) as copy,
+        ):
             for key in wanted:
                 if key in self._slot_of:
                     continue
                 slot = self._emptied(victims) if len(self._coming) < WAVE_LOADS else None
                 if slot is None:
                     return
-                loads.append(self._load(key, slot))
+                self._load(key, slot, copy)
                 kept.add(key)
                 self._coming.append(key)
                 self._fetched.add(key)
@@ -428,13 +431,14 @@ class ExpertEngine:
             room = self.slots // 2  # so that the wave behind it has as many
         most = min(limits.experts, room)
         taken: list[int] = []
+        loads = 0
         kept = {(layer, e) for e in running}
         wanted = kept | {(layer, e) for e in waiting}
-        with closing(self.policy.victims(wanted)) as victims, self._loading(False) as loads:
+        with closing(self.policy.victims(wanted)) as victims, self._copies.copying(False) as copy:
             while waiting and len(taken) < most:
                 key = layer, waiting[0]
                 if key not in self._slot_of:
-                    if len(loads) == limits.missing:
+                    if loads == limits.missing:
                         break
                     slot = self._emptied(victims)
                     if slot is None:  # only experts that this layer wants later are left
@@ -443,7 +447,8 @@ class ExpertEngine:
                             slot = self._emptied(others)
                     if slot is None:
                         break
-                    loads.append(self._load(key, slot))
+                    self._load(key, slot, copy)
+                    loads += 1
                     self.log.miss(*key)
                     self.policy.use(key, passing)
                 else:
@@ -470,21 +475,13 @@ class ExpertEngine:
         self.log.evict(*victim)
         return self._slot_of.pop(victim)
 
-    @contextmanager
-    def _loading(self, prefetch: bool) -> Iterator[list[Load]]:
-        """Context manager that makes the copies of a list at its end, also if an error ends it.
+    def _load(self, key: Expert, slot: int, copy: Callable[[Tensor, int], None]) -> None:
+        """Copy an expert's record into a slot.
 
         Args:
-            prefetch: no product waits for them yet.
-        """
-        loads: list[Load] = []
-        try:
-            yield loads
-        finally:
-            self._copies.copy(loads, prefetch)
-
-    def _load(self, key: Expert, slot: int) -> Load:
-        """Give a slot to an expert, and return the copy of its record, which is to be made.
+            key: the expert.
+            slot: number of the slot.
+            copy: copies a record into a slot.
 
         Raises:
             ExpertRecordError: the record is not what was loaded.
@@ -496,10 +493,10 @@ class ExpertEngine:
         if wrong is not None:
             self._free.append(slot)
             raise record_error(records.path, expert, wrong)
-        self._slot_of[key] = slot
         size = records.layout.bytes
+        copy(self.slab.record(number, size), slot)
+        self._slot_of[key] = slot
         self.log.load(layer, expert, size, self._copies.timing(slot))
-        return Load(self.slab.record(number, size), slot)
 
     def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
@@ -511,7 +508,10 @@ class ExpertEngine:
         expected = self.predictor.last(target) if backward else self._expected
         kept = {(layer, e) for e in running} | self._fetched
         room = max(0, self.slots - len(running) - 1)
-        with closing(self.policy.victims(kept)) as victims, self._loading(prefetch=True) as loads:
+        with (
+            closing(self.policy.victims(kept)) as victims,
+            self._copies.copying(prefetch=True) as copy,
+        ):
             for expert in expected[:room]:
                 key = target, expert
                 if key in self._slot_of:
@@ -519,7 +519,7 @@ class ExpertEngine:
                 slot = self._emptied(victims)
                 if slot is None:
                     return
-                loads.append(self._load(key, slot))
+                self._load(key, slot, copy)
                 kept.add(key)
                 self._fetched.add(key)
                 self.policy.use(key)
