@@ -181,6 +181,9 @@ def offload(
         if mode == SOFT and Path(model_or_folder).is_dir():
             shared_experts_of(load_without_weights(Path(model_or_folder)))
         model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
+        if mode == SOFT:
+            with closing_if_refused(engine):
+                check_shared_experts(model)
     else:
         if dtype is not None or quantization is not None:
             raise ValueError(
@@ -194,6 +197,16 @@ def offload(
     file = None if io is None else Path(io)
     open_experts(model, engine, budgets, place, chosen, expected, file, mode)
     return model
+
+
+@contextmanager
+def closing_if_refused(engine: ExpertEngine) -> Iterator[None]:
+    """A context that frees the experts of a model that is refused in it."""
+    try:
+        yield
+    except ValueError:
+        engine.close()
+        raise
 
 
 def load_held(
