@@ -148,6 +148,7 @@ def mxfp4_experts(model):
 
 def fp8_experts(model):
     """Lets products of experts run in FP8 where they are known, as ``run_experts_in_fp8`` does."""
+    model.bfloat16()
     for _, module in layers_of(model):
         vars(module)[IN_FP8] = {
             name: FP8Experts(
@@ -172,6 +173,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32
         ("GptOss", "mxfp4"),
         ("Olmoe", "bf16"),
         ("DeepseekV3", "bf16"),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+        ("GptOss", "fp8"),
     ],
 )
 def test_experts_in_the_format_that_they_have(name, form):
@@ -194,13 +198,19 @@ def gradients(model, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["plain", "nf4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for name in FAMILIES for form in ("plain", "nf4")),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+    ],
+)
 def test_the_same_gradients(name, form):
     """Of adapters on attention, routers and experts."""
     model = build(name, **SIZES)
-    if form == "nf4":
-        quantise_experts(model)
+    if form in FORMATS:
+        FORMATS[form](model)
     router = "router.weight" if name == "GptOss" else "mlp.gate.weight"
     parameters = ["gate_up_proj", "down_proj", router]
     config = LoRAConfig(

@@ -20,6 +20,7 @@ from torch import nn
 
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
+from chronicals.models.loading import IN_FP8 as FP8_FILES
 from chronicals.models.loading import (
     load_config,
     load_model,
@@ -222,7 +223,8 @@ def load_held(
     Beside the records, host memory holds the other weights and one expert at a time.
 
     Args:
-        folder: a folder with safetensors files, in 16 or 32 bits or with stacks in MXFP4.
+        folder: a folder with safetensors files, in 16 or 32 bits, in FP8 with a scale a block, or
+            with stacks in MXFP4.
         budgets: memory that experts may take.
         dtype: dtype of the weights; bf16 by default.
         quantization: ``nf4`` quantises linear layers and experts as they are read.
@@ -244,7 +246,8 @@ def load_held(
     kind = dtype or torch.bfloat16
     described = quantization_of(load_config(path, trust_remote_code))
     form = format_of_files(described)
-    if described and (form is None or not form.STACK_PARTS):
+    in_fp8 = described.get("quant_method") == FP8_FILES
+    if described and not in_fp8 and (form is None or not form.STACK_PARTS):
         raise ValueError(
             f"{folder}: its files hold {described.get('quant_method')} weights, which are not read "
             "expert by expert; load it (chronicals.load_model), and give offload the model"
