@@ -6,8 +6,10 @@ those of ``patch_model`` (``patching/experts.py``), which are proved for the cla
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -39,6 +41,11 @@ from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
 from chronicals.moe.offload.report import OffloadReport, report_of
+from chronicals.moe.offload.soft import (
+    check_shared_experts,
+    let_shared_experts_stand_in,
+    shared_experts_of,
+)
 from chronicals.patching import experts
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_experts import IN_FP8
@@ -49,7 +56,9 @@ from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
 
-MODES = ("exact", "numerical")
+SOFT = "soft"
+
+MODES = ("exact", "numerical", SOFT)
 """Values of ``mode``."""
 
 EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
@@ -75,9 +84,26 @@ class Offload:
         self.mode = mode
         self._model = model
 
+    def __deepcopy__(self, memo: dict) -> Offload:
+        """Return the same engine for a copy of the model, which reads the same records."""
+        return Offload(copy.deepcopy(self._model, memo), self.engine, self.mode)
+
     def report(self) -> OffloadReport:
         """Return hit rates, bytes that were copied, and what was waited for."""
         return report_of(self.engine, self.mode)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """A context in which ``mode="soft"`` waits for missing experts, as ``exact`` does.
+
+        What soft mode costs is the difference of two evaluations, one of them within it.
+        """
+        before = self.engine.stands_in
+        self.engine.stands_in = False
+        try:
+            yield
+        finally:
+            self.engine.stands_in = before
 
     def verify(self) -> None:
         """Compare all records with their checksums.
@@ -122,7 +148,8 @@ def offload(
         disk: refused: experts are read from host memory alone.
         mode: ``exact`` gives the same bits as the same kernels with all experts on the device;
             ``numerical`` lets the CPU compute a share of the missing experts of few tokens, without
-            gradients, within 1e-5 in fp32.
+            gradients, within 1e-5 in fp32; ``soft`` lets shared experts stand in for missing ones,
+            which changes results and has no gradients.
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
@@ -151,6 +178,8 @@ def offload(
     host = available_memory() if ram is None else bytes_of(ram, "ram")
     budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
     if isinstance(model_or_folder, (str, Path)):
+        if mode == SOFT and Path(model_or_folder).is_dir():
+            shared_experts_of(load_without_weights(Path(model_or_folder)))
         model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
     else:
         if dtype is not None or quantization is not None:
@@ -158,6 +187,8 @@ def offload(
                 "dtype and quantization are for a folder that is loaded; this model is loaded already"
             )
         model = model_or_folder
+        if mode == SOFT:
+            check_shared_experts(model)
         engine = hold_experts(model, budgets, shared)
     model.to(place)
     file = None if io is None else Path(io)
@@ -252,6 +283,8 @@ def open_experts(
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
     engine.open(slots, device, policy, predictor, io, cpu_share=mode == "numerical")
+    if mode == SOFT:
+        let_shared_experts_stand_in(model, engine)
     model.offload = Offload(model, engine, mode)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
