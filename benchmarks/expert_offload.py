@@ -473,7 +473,8 @@ def of_whole_model(sizes: Sizes) -> dict[str, Any]:
     packs = max(1, 4096 // sizes.width) if not sizes.tiny else 1
     bus = bus_rate(sizes.record)
     memory = sizes.expert_memory(sizes.experts[1], sizes.whole)
-    ours = steps_of(packs, True, sizes, sizes.whole, memory)
+    lean = {"memory": ["recompute_layers", "offload_experts"], "logits_chunk_size": 512}
+    ours = steps_of(packs, True, sizes, sizes.whole, memory, lean)
     return {
         "bus": bus,
         "copies": ours["bytes"] / bus,
@@ -484,7 +485,12 @@ def of_whole_model(sizes: Sizes) -> dict[str, Any]:
 
 
 def steps_of(
-    packs: int, quantised: bool, sizes: Sizes, layers: int, experts: str | None
+    packs: int,
+    quantised: bool,
+    sizes: Sizes,
+    layers: int,
+    experts: str | None,
+    fields: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return losses, gradient norms, seconds and peak of training steps.
 
@@ -494,13 +500,14 @@ def steps_of(
         sizes: sizes.
         layers: decoder layers.
         experts: memory of the experts' slots; None if all are on the card.
+        fields: further fields of the configuration.
     """
     model = built(sizes, layers, quantised)
     model.config.use_cache = False
     streamed: dict[str, Any] = {}
     if experts is not None:
         model = chronicals.offload(model, vram=experts)
-        streamed = {"memory": ["offload_experts"], "expert_memory": experts}
+        streamed = {"memory": ["offload_experts"], "expert_memory": experts, **(fields or {})}
     if where() == "cpu":
         chronicals.patch_model(model)  # sessions do that on a card alone
     config = ChronicalsConfig(

@@ -17,7 +17,8 @@ def check(format, shape, dtype, device, records=None):
     columns = stack.layout.columns
     records = torch.randperm(slots)[: max(1, slots - 1)].tolist() if records is None else records
     out = torch.full((len(records), outputs, columns), float("nan"), dtype=dtype, device=device)
-    assert dense_slots(stack, records, out) is out
+    places = torch.tensor(records, dtype=torch.int32, device=device)
+    assert dense_slots(stack, places, out) is out
     for matrix, slot in zip(out, records):
         assert torch.equal(matrix, stack.dense(slot, dtype).to(dtype))
 
@@ -35,14 +36,18 @@ def test_any_records(records, device):
     check("nf4", (3, 24, 64), torch.bfloat16, device, records)
 
 
+def first(device):
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 @pytest.mark.parametrize("format", ["16 bit", "fp8 in blocks"])
 def test_formats_that_are_not_packed_are_refused(format, device):
     stack = FORMATS[format](2, 16, 64, torch.bfloat16, device)
     with pytest.raises(ValueError, match="in 16 bits or FP8: give one in a packed format"):
-        dense_slots(stack, [0], torch.empty(1, 16, 64, dtype=torch.bfloat16, device=device))
+        dense_slots(stack, first(device), torch.empty(1, 16, 64, device=device))
 
 
 def test_memory_of_another_shape_is_refused(device):
     stack = FORMATS["nf4"](2, 16, 64, torch.bfloat16, device)
     with pytest.raises(ValueError, match=r"expected contiguous \(1, 16, 64\)"):
-        dense_slots(stack, [0], torch.empty(2, 16, 64, dtype=torch.bfloat16, device=device))
+        dense_slots(stack, first(device), torch.empty(2, 16, 64, device=device))

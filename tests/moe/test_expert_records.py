@@ -168,7 +168,7 @@ def test_policies_evict_by_their_rank():
 
 def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
     """A pass over all experts of a layer must not push out all that others have."""
-    monkeypatch.setattr(engine, "WAVE_LOADS", 1)
+    monkeypatch.setattr(engine, "WAVE_BYTES", 1)
 
     class Scanned(LeastRecentlyUsed):
         def use(self, expert, passing=False):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import chronicals
 import families
 import mixtures
-from chronicals.moe.offload.engine import WAVE_LOADS, ExpertEngine
+from chronicals.moe.offload.engine import MOST_COMING, ExpertEngine
 from chronicals.moe.offload.records import expert_modules
 from chronicals.patching.patch import patch_parts
 
@@ -196,7 +196,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     monkeypatch.setattr(copies, "timing", lambda slot: lambda: None)
     for _ in range(5):
         streamed(ids_of(12))
-    assert len(begun) == len(set(begun)) == WAVE_LOADS < 20  # none gives up its slot on the way
+    assert len(begun) == len(set(begun)) == MOST_COMING < 20  # none gives up its slot on the way
     assert all(found for _, found in missed)
     first = begun[:3]
     held = {slot: expert for expert, slot in engine._slot_of.items()}

@@ -13,8 +13,6 @@ Shapes: m records, N outputs, K columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,6 @@ from chronicals.kernels.expert_stacks import (
     FORMAT_GGUF,
     ExpertStack,
 )
-from chronicals.kernels.host_memory import sent
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.nf4 import CODE_VALUES, code_of
 from chronicals.kernels.nf4_product import table_for
@@ -110,12 +107,12 @@ def _dense_slots_kernel(
     )
 
 
-def dense_slots(stack: ExpertStack, records: Sequence[int], out: Tensor) -> Tensor:
+def dense_slots(stack: ExpertStack, records: Tensor, out: Tensor) -> Tensor:
     """Write the dense values of some slots.
 
     Args:
         stack: weights in a packed format, but not FP8.
-        records: m slots, on the host.
+        records: int32 ``[m]``, the slots, on the device of the stack.
         out: contiguous ``[m, N, K]``, on the device of the stack.
 
     Returns:
@@ -130,7 +127,7 @@ def dense_slots(stack: ExpertStack, records: Sequence[int], out: Tensor) -> Tens
     expected = len(records), layout.outputs, layout.columns
     if out.shape != expected or not out.is_contiguous():
         raise ValueError(f"out is {tuple(out.shape)}: expected contiguous {expected}")
-    if not records:
+    if not len(records):
         return out
     if not runs_triton(out):
         return dense_slots_reference(stack, records, out)
@@ -147,7 +144,7 @@ def dense_slots(stack: ExpertStack, records: Sequence[int], out: Tensor) -> Tens
         *tensors,
         *[tensors[0]] * (5 - len(tensors)),
         code_of(code, out.device),
-        sent(records, torch.int32, out.device),
+        records,
         out,
         layout.outputs,
         layout.columns,
@@ -171,8 +168,8 @@ def dense_slots(stack: ExpertStack, records: Sequence[int], out: Tensor) -> Tens
     return out
 
 
-def dense_slots_reference(stack: ExpertStack, records: Sequence[int], out: Tensor) -> Tensor:
+def dense_slots_reference(stack: ExpertStack, records: Tensor, out: Tensor) -> Tensor:
     """Compute ``dense_slots`` in plain torch, slot by slot."""
-    for matrix, slot in zip(out, records):
+    for matrix, slot in zip(out, records.tolist()):
         matrix.copy_(stack.dense(slot, out.dtype))
     return out

@@ -5,7 +5,7 @@ of one wave run, the missing experts of the next are copied; behind the last wav
 predictor expects in the next layer. A wave waits for the copies of its own experts alone.
 
     slots S:    the experts of a wave, of the next wave, and what the eviction policy keeps
-    waves:      at most ``WAVE_LOADS`` missing experts, and at most half the slots
+    waves:      missing experts of at most ``WAVE_BYTES``, and at most half the slots
 
 Neither budget, policy, predictor nor order changes a result: every expert's rows go through the
 same products of the same bytes.
@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.host_memory import sent
 from chronicals.moe.offload.copies import CopyEngine
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
@@ -31,14 +30,21 @@ from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import EvictionPolicy, Expert
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.slab import HostSlab
-from chronicals.quantization.expert_records import InMemory, RecordLayout, StackFormat
+from chronicals.quantization.expert_records import InMemory, Places, RecordLayout, StackFormat
 
-WAVE_LOADS = 16
-"""Missing experts of a wave, at most.
+WAVE_BYTES = 96 << 20
+"""Bytes of the missing experts of a wave, at most, but one expert at least.
 
-Fewer overlap better with copies; more have fewer launches: 16 of Qwen3-30B-A3B in 16 bits are 151
-MB, 2.7 ms of a bus of 55 GB/s.
+They take a bus of 55 GB/s 1.8 ms. The host takes about 1 ms to launch the products of a wave in both
+passes, so with fewer bytes copies would wait for it; with more, the products of a layer's first wave
+wait longer, since nothing runs beside its copies.
 """
+
+DENSE_BYTES = 512 << 20
+"""Bytes of dequantised values of a wave, at most, but those of one expert at least."""
+
+MOST_COMING = 16
+"""Copies that are on their way at a time while shared experts stand in."""
 
 SPARE_SLOTS = 2
 """Slots beside the k experts of a token, at least: for copies beside its products."""
@@ -248,7 +254,7 @@ class ExpertEngine:
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
-    ) -> Iterator[tuple[range, list[int], Tensor]]:
+    ) -> Iterator[tuple[range, Places]]:
         """Yield the experts of a layer with rows, when products may read them.
 
         Args:
@@ -257,8 +263,7 @@ class ExpertEngine:
             backward: for a backward pass, in which the layer before is wanted next.
 
         Yields:
-            The range of experts, and the slot of each (-1 for those without rows), on the host and
-            as int32 on the device.
+            The range of experts, and the slot of each.
         """
         count = self.layers[layer].count
         by_cpu = frozenset() if backward else self._by_cpu
@@ -266,8 +271,7 @@ class ExpertEngine:
         first = 0
         passing = len(queue) * len(self.layers) > self.slots
         waiting = deque(queue)
-        form = next(iter(self.layers[layer].formats.values()))
-        limits = WaveLimits(form.dense_experts or self.slots, WAVE_LOADS)
+        limits = self._limits_of(self.layers[layer])
         wave = self._take(layer, waiting, [], passing, limits)
         while wave:
             following = self._take(layer, waiting, wave, passing, limits)
@@ -281,7 +285,7 @@ class ExpertEngine:
                 numbers[expert - first] = slot
             for expert in by_cpu & set(range(first, end)):
                 numbers[expert - first] = slots[0]  # what their rows get is replaced
-            yield range(first, end), numbers, sent(numbers, torch.int32, self._memory.device)
+            yield range(first, end), Places.of(numbers, self._memory.device)
             self._copies.were_read(slots)
             first, wave = end, following
 
@@ -297,7 +301,7 @@ class ExpertEngine:
     def fetch_for_later(self, layer: int, chosen: Sequence[int], missing: Sequence[int]) -> None:
         """Ask for copies of missing experts, and of those that are expected in the next layer.
 
-        At most ``WAVE_LOADS`` copies are on their way at a time, and none is given up: with more,
+        At most ``MOST_COMING`` copies are on their way at a time, and none is given up: with more,
         a slow bus would fall behind ever further, and no expert would come before its slot is taken
         for another one.
 
@@ -325,7 +329,7 @@ class ExpertEngine:
             for key in wanted:
                 if key in self._slot_of:
                     continue
-                slot = self._emptied(victims) if len(self._coming) < WAVE_LOADS else None
+                slot = self._emptied(victims) if len(self._coming) < MOST_COMING else None
                 if slot is None:
                     return
                 self._load(key, slot, copy)
@@ -361,10 +365,11 @@ class ExpertEngine:
         """Return the records of some experts as the CPU reads them, by name of the weight."""
         records = self.layers[layer]
         views = records.layout.views(self.slab.records(records.first, records.count))
-        numbers = list(experts)
-        slots = torch.tensor(numbers, dtype=torch.int32)
+        places = Places.of(experts, torch.device("cpu"))
         return {
-            name: InMemory(views[name], slots, numbers, lambda s, d: torch.empty(s, dtype=d))
+            name: InMemory(
+                views[name], places, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+            )
             for name in records.formats
         }
 
@@ -410,6 +415,12 @@ class ExpertEngine:
             numbers[expert] = self._slot_of[layer, expert]
         self._wait(layer, [numbers[expert] for expert in wave])
         return numbers
+
+    def _limits_of(self, layer: LayerRecords) -> WaveLimits:
+        """Return what a wave of a layer may have."""
+        dense = sum(form.dense_bytes for form in layer.formats.values())
+        experts = max(1, DENSE_BYTES // dense) if dense else self.slots
+        return WaveLimits(experts, max(1, WAVE_BYTES // layer.layout.bytes))
 
     def _take(
         self,
@@ -541,12 +552,11 @@ class ExpertEngine:
         after.record(current)
         self.log.stall(layer, lambda: before.elapsed_time(after) * 1e3 if after.query() else None)
 
-    def memory_of(self, layer: int, numbers: Sequence[int], slots: Tensor) -> dict[str, InMemory]:
+    def memory_of(self, layer: int, places: Places) -> dict[str, InMemory]:
         """Return the records of a layer as its formats read them, by name of the weight."""
         views = self._views[layer]
         return {
-            name: InMemory(views[name], slots, numbers, self.buffer)
-            for name in self.layers[layer].formats
+            name: InMemory(views[name], places, self.buffer) for name in self.layers[layer].formats
         }
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

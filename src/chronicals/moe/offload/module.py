@@ -22,7 +22,7 @@ from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_
 from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
-from chronicals.quantization.expert_records import InMemory
+from chronicals.quantization.expert_records import InMemory, Places
 from chronicals.quantization.packed_linear import PackedModule
 
 GATE_UP = "gate_up_proj"
@@ -95,7 +95,7 @@ class LayerSource:
         asked = self.engine.to_be_read(self.layer, bounds, x)
         look = HostLook(self.engine, self.layer, asked)
         cut_capture(look.bring)
-        memory = self.engine.memory_of(self.layer, [], look.slots)
+        memory = self.engine.memory_of(self.layer, Places.on_device(look.slots))
         return Wave(0, self.records.count, *self.weights_in(memory))
 
     def _check(self, x: Tensor) -> None:
@@ -120,8 +120,8 @@ class LayerSource:
 
     def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
         """Yield the waves of a pass."""
-        for experts, numbers, slots in self.engine.waves(self.layer, bounds, backward):
-            memory = self.engine.memory_of(self.layer, numbers, slots)
+        for experts, places in self.engine.waves(self.layer, bounds, backward):
+            memory = self.engine.memory_of(self.layer, places)
             yield Wave(experts.start, experts.stop, *self.weights_in(memory))
 
     def weights_in(self, memory: Mapping[str, InMemory]) -> tuple[ExpertWeights, ExpertWeights]:
