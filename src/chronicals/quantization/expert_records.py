@@ -543,11 +543,14 @@ def quantised_records(
 
     count, rows, width = shape
     absmax = torch.cat([codes_of(number).scales.absmax for number in range(count)])
-    scales = Scales(absmax) if kind.scale_block is None else quantize_scales(absmax)
+    scales = Scales(absmax)
+    if kind.scale_block is not None:
+        # There the stack would be quantised, and the mean of all scales has other bits elsewhere.
+        scales = quantize_scales(absmax.to(device))
     empty = torch.empty(0, dtype=torch.uint8)
     matrix = count * rows, width
     whole = Packed(empty, scales, matrix, dtype, kind.block, kind.code, _dtype(kind, dtype))
-    found = PackedRecords(whole, shape, transposed)
+    found = PackedRecords(whole.moved(torch.device("cpu")), shape, transposed)
     scales_of = found._expert
     found.parts["codes"] = Part(torch.uint8, (rows * width // 2,))
 
