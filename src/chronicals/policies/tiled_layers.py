@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from chronicals.memory import makes_tiles
-from chronicals.memory.recompute import TILE
+from chronicals.memory import makes_tiles, rows_of_tile
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
@@ -56,15 +55,16 @@ class TiledLayers(Policy):
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide as for any policy, but only for batches of more rows than a tile."""
         decision = super().decide(facts, course)
-        if decision.runs and not makes_tiles(facts.tokens):
+        if decision.runs and not makes_tiles(facts.tokens, tile_of(facts)):
             return Decision(self.name, False, "a batch has no more rows than a tile")
         return decision
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with layers that hold a tile and a group of heads at a time."""
-        if not makes_tiles(load.step.tokens):
+        rows = tile_of(facts)
+        if not makes_tiles(load.step.tokens, rows):
             return load
-        tiles = LayerTiles(TILE, facts.exchanging if facts.context > 1 else 1)
+        tiles = LayerTiles(rows, facts.exchanging if facts.context > 1 else 1)
         if trains_layers(facts.model):
             shape = ModelShape.of(facts.model.config)
             weights = facts.model.get_decoder().layers[0].parameters()
@@ -78,10 +78,11 @@ class TiledLayers(Policy):
 
         What is computed again is counted as recomputation.
         """
-        if not makes_tiles(facts.tokens):
+        rows = tile_of(facts)
+        if not makes_tiles(facts.tokens, rows):
             return work
         shape = work.job.shape
-        tiles = -(-work.job.tokens // TILE)
+        tiles = -(-work.job.tokens // rows)
         forward = len(work.forward.products) + OTHER_KERNELS / 3
         backward = len(work.backward.products) + 2 * OTHER_KERNELS / 3
         kernels = shape.layers * (tiles - 1) * (2 * forward + backward)
@@ -94,12 +95,17 @@ class TiledLayers(Policy):
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of several tiles."""
-        offered = makes_tiles(facts.tokens // OFFERED_TILES)
+        offered = makes_tiles(facts.tokens // OFFERED_TILES, tile_of(facts))
         return super().settings(facts) if offered else iter(())
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Run every fused layer in tiles."""
         tile_layers(model)
+
+
+def tile_of(facts: Facts) -> int:
+    """Return the rows of a tile of a run's layers."""
+    return rows_of_tile(ModelShape.of(facts.model.config).inner)
 
 
 register_policy(TiledLayers())
