@@ -20,7 +20,21 @@ def mutant(module: types.ModuleType, old: str, new: str, within: str = "") -> ty
 
     ``old`` must occur once in the module, or in its definition ``within``: see ``planting``.
     """
-    text = plant(inspect.getsource(module), {"in": within, "old": old, "new": new})
+    return _copy(plant(inspect.getsource(module), {"in": within, "old": old, "new": new}))
+
+
+def importing(
+    module: types.ModuleType, other: types.ModuleType, instead_of: types.ModuleType
+) -> types.ModuleType:
+    """A copy of ``module`` that imports from ``other``, a mutant, what it has from ``instead_of``."""
+    text = inspect.getsource(module)
+    line = f"from {instead_of.__name__} import"
+    assert line in text, f"{module.__name__} has no {line!r}"
+    return _copy(text.replace(line, f"from {other.__name__} import"))
+
+
+def _copy(text: str) -> types.ModuleType:
+    """A module of this text, whose operators have names of their own."""
     name = f"mutant{next(_numbers)}"
     path = Path(_folder.name) / f"{name}.py"  # Triton reads a kernel's text from its file
     path.write_text(re.sub("(['\"])chronicals::", rf"\1{name}::", text))

@@ -257,6 +257,7 @@ SHARED = {
     "products",
     "streamed_experts",
     "tensor_lists",
+    "weight_tile",
 }
 """Files of the kernels' room that hold no kernel with a name of its own."""
 

@@ -51,6 +51,36 @@ def test_trace_writes_lines_of_events(folder, tmp_path):
     assert (tmp_path / "t" / "trace.json").exists() and (tmp_path / "t" / "io.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_evaluate_says_what_stand_ins_cost(tmp_path):
+    tokenizer = tiny.tokenizer()
+    model = families.routed("Qwen2Moe", num_experts=8, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(r)}\n" for r in tiny.chat_rows(6)))
+    asked = ("evaluate", tmp_path, "--data", rows, "--max-seq-length", 64, "--output")
+    plain, soft = tmp_path / "plain.json", tmp_path / "soft.json"
+    assert called(*asked, plain)[0] == 0
+    code, output = called(*asked, soft, *OFFLOAD, "--expert-mode", "soft")
+    assert code == 0, output
+    assert "exact loss" in output and "soft cost" in output and "fallback mass" in output
+    exact, figures = json.loads(plain.read_text()), json.loads(soft.read_text())
+    assert figures["exact_loss"] == pytest.approx(exact["loss"], rel=1e-4)
+    assert figures["soft_cost"] == figures["loss"] - figures["exact_loss"] != 0
+    assert 0 < figures["fallback_mass"] < 1
+
+
+def test_a_mode_that_is_not_known(folder):
+    asked = ("generate", folder, "--prompt", "a", "--expert-mode")
+    code, output = called(*asked, "soft")
+    assert code and "expert_mode=soft: has no effect without --offload-experts" in output
+    code, output = called(*asked, "fast", *OFFLOAD)
+    assert code and "expert_mode=fast: expected one of exact, numerical, soft" in output
+    code, output = called(*asked, "soft", *OFFLOAD)
+    assert code and "has no shared experts that could stand in" in output
+
+
 def test_one_flag_needs_the_other(folder):
     code, output = called("generate", folder, "--prompt", "a", "--offload-experts")
     assert code and "give --expert-memory, such as 8GiB" in output

@@ -9,6 +9,7 @@ import torch
 from test_expert_dispatch import drawn
 from test_nf4_product import weight
 
+from chronicals.kernels import weight_tile
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts
 from chronicals.kernels.expert_stacks import (
     StackIn4Bits,
@@ -29,7 +30,7 @@ from chronicals.kernels.grouped_product import LowRankTerm
 from chronicals.kernels.mxfp4 import dequantize_mxfp4_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit_reference
 from drawn_blocks import random_blocks
-from mutants import mutant
+from mutants import importing, mutant
 
 module = sys.modules["chronicals.kernels.few_tokens_product"]
 
@@ -451,21 +452,27 @@ def test_a_wrong_kernel_is_found(fault, device):
         check((40, 1, 4, 64, 24), "16 bit", torch.bfloat16, device, wrong, tall=64, one_sided=True)
 
 
-OF_FORMATS = {
+OF_SCALES = {
     "scales of fp8": ("fp8 in blocks", "at + step // BLOCK", "at"),
     "rows of scales": ("fp8 in blocks", "output // SECOND * scale_row", "output // SECOND * 0"),
+    "scales through": ("nf4", "slot * blocks_before", "slot * 0"),
+    "scales by slot": ("nf4, scales by slot", "second_ptr + slot * second_slot", "second_ptr"),
+}
+
+OF_TILES = {
     "halves of bytes": ("mxfp4", "codes & 15", "codes >> 4"),
     "groups": ("mxfp4", "in_group // BLOCK", "in_group // BLOCK * 0"),
-    "scales through": ("nf4", "before = slot * blocks_before", "before = slot * 0"),
-    "scales by slot": ("nf4, scales by slot", "second_ptr + slot * second_slot", "second_ptr"),
     "groups of GGUF": ("Q4_K", "(in_group // SIZE)[None, :]", "0 * in_group[None, :]"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", OF_FORMATS)
+@pytest.mark.parametrize("fault", [*OF_SCALES, *OF_TILES])
 def test_a_wrong_weight_is_found(fault, device):
-    format, old, new = OF_FORMATS[fault]
-    wrong = mutant(module, old, new)
+    format, old, new = (OF_SCALES | OF_TILES)[fault]
+    of_tiles = fault in OF_TILES
+    wrong = mutant(weight_tile if of_tiles else module, old, new)
+    if of_tiles:
+        wrong = importing(module, wrong, weight_tile)
     with pytest.raises((AssertionError, IndexError)):
         check((12, 2, 5, 320, 150), format, torch.bfloat16, device, wrong, bias=True)

@@ -7,6 +7,7 @@ import torch
 
 import chronicals
 import families
+import mixtures
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models.four_bits import quantise_experts
 from chronicals.moe.offload.prediction import Predictor
@@ -15,7 +16,7 @@ from chronicals.patching.patch import patch_parts
 from chronicals.quantization import FP8Experts, PackedExperts
 from chronicals.quantization.mxfp4 import MXFP4
 
-FAMILIES = [*families.ROUTED]
+FAMILIES = [*families.ROUTED, "native"]
 COUNT = {
     "Mixtral": "num_local_experts",
     "GptOss": "num_local_experts",
@@ -36,6 +37,10 @@ class AlwaysWrong(Predictor):
 
 
 def build(name, **changes):
+    if name == "native":
+        sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 32}
+        known = {key: changes[key] for key in changes if key != "intermediate_size"}
+        return mixtures.mixture(**{**sizes, "num_experts": EXPERTS, **known})
     return families.routed(name, **{COUNT.get(name, "num_experts"): EXPERTS, **changes})
 
 
@@ -143,6 +148,7 @@ def mxfp4_experts(model):
 
 def fp8_experts(model):
     """Lets products of experts run in FP8 where they are known, as ``run_experts_in_fp8`` does."""
+    model.bfloat16()
     for _, module in layers_of(model):
         vars(module)[IN_FP8] = {
             name: FP8Experts(
@@ -167,6 +173,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32
         ("GptOss", "mxfp4"),
         ("Olmoe", "bf16"),
         ("DeepseekV3", "bf16"),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+        ("GptOss", "fp8"),
     ],
 )
 def test_experts_in_the_format_that_they_have(name, form):
@@ -189,13 +198,19 @@ def gradients(model, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["plain", "nf4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for name in FAMILIES for form in ("plain", "nf4")),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+    ],
+)
 def test_the_same_gradients(name, form):
     """Of adapters on attention, routers and experts."""
     model = build(name, **SIZES)
-    if form == "nf4":
-        quantise_experts(model)
+    if form in FORMATS:
+        FORMATS[form](model)
     router = "router.weight" if name == "GptOss" else "mlp.gate.weight"
     parameters = ["gate_up_proj", "down_proj", router]
     config = LoRAConfig(
@@ -215,6 +230,26 @@ def test_the_same_gradients(name, form):
     assert any("experts" in name for name in expected)
     for slots in (EACH + 2, 5, 7):
         streamed = adapted(offloaded(model, slots))
+        got = gradients(streamed, given)
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(got[key], value), key
+        streamed.offload.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["native", "Qwen2Moe", "DeepseekV3"])
+def test_the_same_gradients_of_all_other_weights(name):
+    """Of attention, routers, shared experts, norms and embeddings, at every budget."""
+    model = build(name)
+    for _, module in layers_of(model):
+        module.requires_grad_(False)
+    given = families.documents_batch()
+    expected = gradients(resident(model).train(), given)
+    for words in ("attn", "gate.weight", "shared_expert", "norm", "embed_tokens"):
+        assert any(words in path and value.any() for path, value in expected.items()), words
+    for slots in budgets(model):
+        streamed = offloaded(model, slots).train()
         got = gradients(streamed, given)
         assert got.keys() == expected.keys()
         for key, value in expected.items():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import families
 import runs
 import tiny
 from chronicals.training.run.evaluation import evaluate_data
@@ -36,3 +37,17 @@ def test_no_perplexity_without_a_cross_entropy(objective, tmp_path):
         tmp_path, PAIRS, objective=objective, max_steps=1, eval_rows=rows(4, seed=5)
     )
     assert result.evaluation.perplexity is None and "perplexity" not in result.evaluation.to_dict()
+
+
+def test_the_loss_of_routers_is_a_mean_over_packs(tmp_path):
+    """However many of them a forward pass has."""
+    model = families.routed("Qwen3Moe", vocab_size=300, max_position_embeddings=512)
+    model.config.output_router_logits = True
+    fields = {"objective": "orpo", "max_seq_length": 192}
+    found = [
+        evaluate_data(model, tiny.tokenizer(), PAIRS, runs.config(tmp_path, batch_size=n, **fields))
+        for n in (1, 3)
+    ]
+    assert found[0].others["router_loss"] > 0.1
+    assert found[1].others == pytest.approx(found[0].others, rel=1e-4)
+    assert found[1].loss == pytest.approx(found[0].loss, rel=1e-4)

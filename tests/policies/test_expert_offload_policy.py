@@ -127,6 +127,16 @@ def test_full_training_of_an_offloaded_model_is_refused(tmp_path):
     given.offload.close()
 
 
+def test_training_with_stand_ins_is_refused(tmp_path):
+    import chronicals
+
+    given = model("Qwen2Moe")
+    given = chronicals.offload(given, vram="90KiB", ram="1GiB", device="cpu", mode="soft")
+    with pytest.raises(ConfigurationError, match="no gradients; offload the model with mode='exa"):
+        runs.train(tmp_path, model=given, use_lora=True)
+    given.offload.close()
+
+
 @pytest.mark.slow
 def test_merging_is_refused_and_says_what_to_do(tmp_path):
     given = model()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
+from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
 from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
@@ -76,6 +77,7 @@ def evaluate_command(
     ] = None,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_mode: ExpertMode = "exact",
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")
     ] = None,
@@ -92,7 +94,8 @@ def evaluate_command(
     standard output. The figures are means over all tokens that training would train. If MODEL comes
     from a run, its data settings are used: pack width, objective, reference policy, roles, turns,
     gate, completions and longer rows. Else they are the defaults of `train`. A model of grpo or rloo
-    answers each prompt with its likeliest tokens, and the mean rewards are shown.
+    answers each prompt with its likeliest tokens, and the mean rewards are shown. With
+    `--expert-mode soft` the loss is shown with and without stand-ins for missing experts.
     """
     from rich.console import Console
     from rich.table import Table
@@ -104,15 +107,17 @@ def evaluate_command(
     from chronicals.generation import load_trained
     from chronicals.objectives import OBJECTIVES, NextToken, build_objective
     from chronicals.objectives.reference import with_reference
+    from chronicals.patching.expert_offload import SOFT
     from chronicals.saving import SavedModel
     from chronicals.training.rollouts.rollout_run import check_prompts, rewards_of
     from chronicals.training.run.evaluation import evaluate_data
+    from chronicals.training.run.soft_cost import with_soft_cost
 
     warn_of_other_processes("evaluate")
     make_room_for(output)
     about = SavedModel.find(model, base_model).about
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
-    place = placing(offload_experts, expert_memory)
+    place = placing(offload_experts, expert_memory, mode=expert_mode)
     asked = {
         "data": data,
         "max_seq_length": max_seq_length,
@@ -153,7 +158,9 @@ def evaluate_command(
         check_prompts(built, started, (rows, None), config, Mesh())  # before the model is loaded
         trained = load_trained(model, base_model, trust_remote_code, scored_by.load, place)
         tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
-        figures = evaluate_data(trained.model, tokenizer, rows, config, started).to_dict()
+        measure = partial(evaluate_data, trained.model, tokenizer, rows, config, started)
+        soft = expert_mode == SOFT
+        figures = with_soft_cost(measure, trained.model.offload) if soft else measure().to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(

@@ -22,10 +22,20 @@ ExpertMemory = Annotated[
         metavar="SIZE", help="Memory of the card for --offload-experts, GB or with a unit as 8GiB"
     ),
 ]
+ExpertMode = Annotated[
+    str,
+    typer.Option(
+        help="With --offload-experts: exact; numerical, the CPU computes a share; or soft, shared "
+        "experts stand in for missing ones"
+    ),
+]
 
 
 def placing(
-    offload_experts: bool, expert_memory: str | None, io: Path | None = None
+    offload_experts: bool,
+    expert_memory: str | None,
+    io: Path | None = None,
+    mode: str = "exact",
 ) -> Callable[[Any], Any]:
     """Return a function that brings a loaded model to where it runs.
 
@@ -33,23 +43,28 @@ def placing(
         offload_experts: keep its experts in host memory.
         expert_memory: memory of the card for them.
         io: file for a line an event.
+        mode: as of ``offload``.
 
     Raises:
-        ValueError: one of the two is given without the other.
+        ValueError: one is given without the other, or there is no such mode.
     """
     from chronicals.config import ChronicalsConfig
     from chronicals.generation.answer import on_card
-    from chronicals.patching.expert_offload import offload
+    from chronicals.patching.expert_offload import MODES, offload
 
     if not offload_experts:
         if expert_memory is not None:
             raise ValueError(
                 f"expert_memory={expert_memory}: has no effect without --offload-experts"
             )
+        if mode != "exact":
+            raise ValueError(f"expert_mode={mode}: has no effect without --offload-experts")
         return on_card
     if expert_memory is None:
         raise ValueError("offload_experts: give --expert-memory, such as 8GiB")
+    if mode not in MODES:
+        raise ValueError(f"expert_mode={mode}: expected one of {', '.join(MODES)}")
     memory: dict[str, Any] = {"memory": ["offload_experts"], "expert_memory": expert_memory}
     size = ChronicalsConfig(**memory).expert_bytes
     assert size is not None
-    return partial(offload, vram=size, io=io)
+    return partial(offload, vram=size, io=io, mode=mode)

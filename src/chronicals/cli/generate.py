@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
+from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +58,7 @@ def generate_command(
     ] = False,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_mode: ExpertMode = "exact",
     system: Annotated[
         str | None,
         typer.Option(
@@ -138,7 +139,7 @@ def generate_command(
         raise ValueError(
             "json_lines: takes its questions from standard input; leave out the prompt"
         )
-    place = placing(offload_experts, expert_memory)
+    place = placing(offload_experts, expert_memory, mode=expert_mode)
     trained = load_trained(model, base_model, trust_remote_code, place=place)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
         patch_parts(trained.model, whole_layers=True)

@@ -30,12 +30,10 @@ from chronicals.kernels.expert_stacks import (
     FORMAT_16_BIT,
     FORMAT_FP8,
     FORMAT_GGUF,
-    FORMAT_MXFP4,
     FP8_SCALE_COLUMNS,
     ExpertStack,
     Layout,
 )
-from chronicals.kernels.gguf_blocks import gguf_values
 from chronicals.kernels.grouped_product import LowRankTerm, held_columns, low_rank_term
 from chronicals.kernels.launch import (
     in_rows,
@@ -48,15 +46,9 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
-from chronicals.kernels.mxfp4 import half_of_scale, mxfp4_values
 from chronicals.kernels.nf4 import CODE_VALUES, code_of
-from chronicals.kernels.nf4_product import (
-    LEAST_ROWS,
-    MOST_ROWS,
-    scales_of,
-    table_for,
-    weight_of,
-)
+from chronicals.kernels.nf4_product import LEAST_ROWS, MOST_ROWS, table_for
+from chronicals.kernels.weight_tile import FP8_SCALE_OF_BITS, weight_tile
 
 COLUMNS_AT_ONCE = FP8_SCALE_COLUMNS
 """Columns of a step: 256 bytes of a row in 16 bit, 128 in FP8, 64 in 4 bits; a block of FP8."""
@@ -78,13 +70,7 @@ of 32 outputs, 3 on each of its 132 multiprocessors, where 192 of 64 would leave
 one. Not measured on a card.
 """
 
-FP8_SCALE_OF_BITS = 256.0
-"""The value of e4m3 bits over that of the same bits as fp16 (see ``_values_of_e4m3``)."""
-
-_16_BIT = kernel_constant(FORMAT_16_BIT)
 _FP8 = kernel_constant(FORMAT_FP8)
-_MXFP4 = kernel_constant(FORMAT_MXFP4)
-_4_BIT = kernel_constant(FORMAT_4_BIT)
 _OF_BITS = kernel_constant(FP8_SCALE_OF_BITS)
 
 
@@ -103,122 +89,6 @@ class FewTokensLaunch:
     outputs: int
     columns: int
     stages: int = 3
-
-
-@triton.jit
-def _values_of_e4m3(bits):
-    """Return values of e4m3 over ``FP8_SCALE_OF_BITS``, exactly, in fp16; NaN stays NaN.
-
-    Exponent and mantissa are moved to their places in fp16, whose exponent counts from 15 where
-    that of e4m3 counts from 7. No card needs FP8 for it, and subnormal numbers stay exact.
-    """
-    magnitude = bits.to(tl.uint16) & 0x7F
-    sign = (bits.to(tl.uint16) & 0x80) << 8
-    values = (sign | (magnitude << 7)).to(tl.float16, bitcast=True)
-    return tl.where(magnitude == 0x7F, float("nan"), values)
-
-
-@triton.jit
-def _elements(w_at, output, is_output, column, depth, w_row, w_column):
-    """Load elements of 8 or 16 bits, one a column, ``[OUTPUTS, COLUMNS]``."""
-    return tl.load(
-        w_at + output[:, None] * w_row + column.to(tl.int64)[None, :] * w_column,
-        mask=is_output[:, None] & (column < depth)[None, :],
-        other=0,
-    )
-
-
-@triton.jit
-def _pairs(w_at, output, is_output, first, depth, w_row, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Load bytes of two codes, by groups of columns, ``[OUTPUTS, GROUPS, SIZE / 2]``."""
-    byte = first // 2 + tl.arange(0, GROUPS * SIZE // 2)
-    packed = tl.load(
-        w_at + output[:, None] * w_row + byte[None, :],
-        mask=is_output[:, None] & (2 * byte < depth)[None, :],
-        other=0,
-    )
-    return tl.reshape(packed, (output.shape[0], GROUPS, SIZE // 2))
-
-
-@triton.jit
-def _weight_tile(
-    # read: weight or codes, scales, scales' scales, what codes of both stand for
-    w_ptr,
-    scale_ptr,
-    second_ptr,
-    code2_ptr,
-    offset_ptr,
-    code_ptr,
-    # place: slot, outputs, first column
-    slot,
-    output,
-    is_output,
-    first,
-    # K, and the strides of ``Layout``
-    depth,
-    w_slot,
-    w_row,
-    w_column,
-    scale_slot,
-    scale_row,
-    second_slot,
-    blocks_before,
-    # of ``Layout``
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
-    NESTED: tl.constexpr,
-    # dtype of the values, look-ups of codes, tile
-    DTYPE: tl.constexpr,
-    TABLE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Return the values of some outputs and columns of a slot, ``[OUTPUTS, COLUMNS]``."""
-    SIZE: tl.constexpr = min(BLOCK, COLUMNS)  # columns of the tile that share a scale
-    GROUPS: tl.constexpr = COLUMNS // SIZE
-    column = first + tl.arange(0, COLUMNS)
-    in_group = first + tl.arange(0, GROUPS) * SIZE
-    is_group = is_output[:, None] & (in_group < depth)[None, :]
-    w_at = w_ptr + slot * w_slot
-    if FORMAT == _16_BIT:
-        w = _elements(w_at, output, is_output, column, depth, w_row, w_column)
-    elif FORMAT == _FP8:
-        bits = _elements(w_at, output, is_output, column, depth, w_row, w_column)
-        w = _values_of_e4m3(bits).to(DTYPE)
-    elif FORMAT == _MXFP4:
-        codes = _pairs(w_at, output, is_output, first, depth, w_row, GROUPS, SIZE).to(tl.int32)
-        at = scale_ptr + slot * scale_slot + output[:, None] * scale_row
-        exponent = tl.load(at + (in_group // BLOCK)[None, :], mask=is_group, other=127)
-        half = half_of_scale(exponent.to(tl.int32))[:, :, None]
-        # the lower half of a byte is the earlier column
-        w = tl.join(mxfp4_values(codes & 15, half), mxfp4_values(codes >> 4, half)).to(DTYPE)
-    elif FORMAT == _4_BIT:
-        codes = _pairs(w_at, output, is_output, first, depth, w_row, GROUPS, SIZE)
-        # Blocks are numbered from the slot's first, or through all slots where their scales'
-        # scales are.
-        before = slot * blocks_before
-        absmax = scales_of(
-            scale_ptr + slot * scale_slot - before,
-            second_ptr + slot * second_slot,
-            code2_ptr,
-            offset_ptr,
-            before + (output[:, None] * depth + in_group[None, :]) // BLOCK,
-            is_group,
-            SECOND,
-            NESTED,
-        )
-        w = weight_of(codes, absmax, code_ptr, DTYPE, TABLE)
-    else:
-        group = output[:, None] * (depth // SIZE) + (in_group // SIZE)[None, :]
-        w = gguf_values(
-            w_at,
-            tl.reshape(group, (OUTPUTS * GROUPS,)),
-            tl.reshape(is_group, (OUTPUTS * GROUPS,)),
-            SECOND,
-            SIZE,
-        ).to(DTYPE)
-    return tl.reshape(w, (OUTPUTS, COLUMNS))
 
 
 @triton.jit
@@ -307,25 +177,21 @@ def _few_tokens_kernel(
             total = tl.zeros((ROWS, OUTPUTS), tl.float32)
             for step in range(0, depth, COLUMNS):
                 x = tl.load(x_at + step, mask=(step + column < depth)[None, :], other=0.0)
-                w = _weight_tile(
-                    w_ptr,
-                    scale_ptr,
-                    second_ptr,
+                w = weight_tile(
+                    w_ptr + slot * w_slot,
+                    scale_ptr + slot * scale_slot,
+                    second_ptr + slot * second_slot,
                     code2_ptr,
                     offset_ptr,
                     code_ptr,
-                    slot,
                     output,
                     is_output,
                     step,
                     depth,
-                    w_slot,
                     w_row,
                     w_column,
-                    scale_slot,
                     scale_row,
-                    second_slot,
-                    blocks_before,
+                    slot * blocks_before,
                     FORMAT,
                     BLOCK,
                     SECOND,

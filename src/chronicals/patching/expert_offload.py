@@ -6,8 +6,10 @@ those of ``patch_model`` (``patching/experts.py``), which are proved for the cla
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -18,6 +20,7 @@ from torch import nn
 
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
+from chronicals.models.loading import IN_FP8 as FP8_FILES
 from chronicals.models.loading import (
     load_config,
     load_model,
@@ -26,6 +29,7 @@ from chronicals.models.loading import (
 )
 from chronicals.models.preparing import preparing
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
+from chronicals.moe.lookahead.predictor import ExpertPredictor
 from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.eviction import (
@@ -35,10 +39,16 @@ from chronicals.moe.offload.eviction import (
     Expert,
 )
 from chronicals.moe.offload.files import ExpertFiles
+from chronicals.moe.offload.heads import HEADS, FromHeads, heads_named, names_heads
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
 from chronicals.moe.offload.report import OffloadReport, report_of
+from chronicals.moe.offload.soft import (
+    check_shared_experts,
+    let_shared_experts_stand_in,
+    shared_experts_of,
+)
 from chronicals.patching import experts
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_experts import IN_FP8
@@ -49,7 +59,9 @@ from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
 
-MODES = ("exact", "numerical")
+SOFT = "soft"
+
+MODES = ("exact", "numerical", SOFT)
 """Values of ``mode``."""
 
 EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
@@ -75,9 +87,26 @@ class Offload:
         self.mode = mode
         self._model = model
 
+    def __deepcopy__(self, memo: dict) -> Offload:
+        """Return the same engine for a copy of the model, which reads the same records."""
+        return Offload(copy.deepcopy(self._model, memo), self.engine, self.mode)
+
     def report(self) -> OffloadReport:
         """Return hit rates, bytes that were copied, and what was waited for."""
         return report_of(self.engine, self.mode)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """A context in which ``mode="soft"`` waits for missing experts, as ``exact`` does.
+
+        What soft mode costs is the difference of two evaluations, one of them within it.
+        """
+        before = self.engine.stands_in
+        self.engine.stands_in = False
+        try:
+            yield
+        finally:
+            self.engine.stands_in = before
 
     def verify(self) -> None:
         """Compare all records with their checksums.
@@ -100,7 +129,7 @@ def offload(
     disk: str | None = None,
     mode: str = "exact",
     policy: str | EvictionPolicy = "lru",
-    predictor: str | Predictor | None = "last",
+    predictor: str | Path | Predictor | None = "last",
     trace: Mapping[Expert, int] | None = None,
     device: torch.device | str | None = None,
     io: str | Path | None = None,
@@ -122,11 +151,13 @@ def offload(
         disk: refused: experts are read from host memory alone.
         mode: ``exact`` gives the same bits as the same kernels with all experts on the device;
             ``numerical`` lets the CPU compute a share of the missing experts of few tokens, without
-            gradients, within 1e-5 in fp32.
+            gradients, within 1e-5 in fp32; ``soft`` lets shared experts stand in for missing ones,
+            which changes results and has no gradients.
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
-            last pass, None none, or an object.
+            last pass, None none, a folder those that its heads predict (``chronicals moe
+            predict-train``), ``heads`` those that a native model's own heads do; or an object.
         trace: for ``static``, how often each expert of each layer was chosen.
         device: device of the model; by default a card if there is one.
         io: file for a line an event (``io.jsonl`` of a folder that the web page shows).
@@ -147,22 +178,46 @@ def offload(
         place = torch.device("cuda", torch.cuda.current_device())
     size = bytes_of(vram, "vram")
     chosen = policy_named(policy, trace)
-    expected = predictor_named(predictor)
+    expected = None if names_heads(predictor) else predictor_named(predictor)
     host = available_memory() if ram is None else bytes_of(ram, "ram")
     budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
     if isinstance(model_or_folder, (str, Path)):
+        if mode == SOFT and Path(model_or_folder).is_dir():
+            shared_experts_of(load_without_weights(Path(model_or_folder)))
         model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
+        with closing_if_refused(engine):
+            heads = _checked(model, mode, predictor)
     else:
         if dtype is not None or quantization is not None:
             raise ValueError(
                 "dtype and quantization are for a folder that is loaded; this model is loaded already"
             )
         model = model_or_folder
+        heads = _checked(model, mode, predictor)
         engine = hold_experts(model, budgets, shared)
     model.to(place)
+    if heads is not None:
+        expected = FromHeads(heads, model)
     file = None if io is None else Path(io)
     open_experts(model, engine, budgets, place, chosen, expected, file, mode)
     return model
+
+
+def _checked(model: Any, mode: str, predictor: Any) -> ExpertPredictor | None:
+    """Return the heads that ``predictor`` names, if any; refuse what does not fit the model."""
+    if mode == SOFT:
+        check_shared_experts(model)
+    return heads_named(predictor, model) if names_heads(predictor) else None
+
+
+@contextmanager
+def closing_if_refused(engine: ExpertEngine) -> Iterator[None]:
+    """A context that frees the experts of a model that is refused in it."""
+    try:
+        yield
+    except ValueError:
+        engine.close()
+        raise
 
 
 def load_held(
@@ -178,7 +233,8 @@ def load_held(
     Beside the records, host memory holds the other weights and one expert at a time.
 
     Args:
-        folder: a folder with safetensors files, in 16 or 32 bits or with stacks in MXFP4.
+        folder: a folder with safetensors files, in 16 or 32 bits, in FP8 with a scale a block, or
+            with stacks in MXFP4.
         budgets: memory that experts may take.
         dtype: dtype of the weights; bf16 by default.
         quantization: ``nf4`` quantises linear layers and experts as they are read.
@@ -200,7 +256,8 @@ def load_held(
     kind = dtype or torch.bfloat16
     described = quantization_of(load_config(path, trust_remote_code))
     form = format_of_files(described)
-    if described and (form is None or not form.STACK_PARTS):
+    in_fp8 = described.get("quant_method") == FP8_FILES
+    if described and not in_fp8 and (form is None or not form.STACK_PARTS):
         raise ValueError(
             f"{folder}: its files hold {described.get('quant_method')} weights, which are not read "
             "expert by expert; load it (chronicals.load_model), and give offload the model"
@@ -252,6 +309,8 @@ def open_experts(
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
     engine.open(slots, device, policy, predictor, io, cpu_share=mode == "numerical")
+    if mode == SOFT:
+        let_shared_experts_stand_in(model, engine)
     model.offload = Offload(model, engine, mode)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
@@ -285,7 +344,7 @@ def policy_named(
     return POLICIES[policy]()
 
 
-def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
+def predictor_named(predictor: str | Path | Predictor | None) -> Predictor | None:
     """Return a predictor by its name, or the one given.
 
     Raises:
@@ -295,7 +354,10 @@ def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
         return predictor
     if predictor == "last":
         return Repeating()
-    raise ValueError(f"predictor={predictor!r}: expected 'last', None or a Predictor")
+    raise ValueError(
+        f"predictor={str(predictor)!r}: expected 'last', '{HEADS}', None, a Predictor, or a folder "
+        "with trained heads (chronicals moe predict-train)"
+    )
 
 
 def hold_experts(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.kernels.streamed_experts import Adapter, streamed_experts
+from chronicals.kernels.streamed_experts import Adapter
 from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.moe.offload.module import source_of
 from chronicals.patching.forms import Form, is_proved, random_numbers
@@ -140,10 +140,7 @@ def _compute(
     source = source_of(stacks)
     if source is not None:
         of_first, of_second = (_adapter(adapters.get(name)) for name in _PRODUCTS)
-        rows = x.to(source.dtype)
-        gate = gate_of(module)
-        y = streamed_experts(rows, experts, shares, source, of_first, of_second, gate)
-        return y.to(x.dtype)
+        return source.compute(x, experts, shares, of_first, of_second, gate_of(module))
     formats: dict[str, FP8Experts] = {}
     if stacks is None:
         formats = vars(module).get(IN_FP8, {})

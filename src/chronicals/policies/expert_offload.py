@@ -32,6 +32,12 @@ FULL_TRAINING = (
 )
 
 
+STANDS_IN = (
+    "chronicals.offload(mode='soft'): replaces experts that are missing and has no gradients; "
+    "offload the model with mode='exact' to train it"
+)
+
+
 class OffloadExperts(Policy):
     """All experts are in host memory, and those that tokens chose are copied to the card."""
 
@@ -100,6 +106,8 @@ def hold_experts_as_asked(model: Any, config: ChronicalsConfig, ranks: Mesh) -> 
     adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
     if (asked or streamed) and not config.use_lora and not adapted:
         raise ConfigurationError(FULL_TRAINING.format(SETTING if asked else "chronicals.offload"))
+    if any(module.source.engine.stands_in for _, module in streamed_experts_of(model)):
+        raise ConfigurationError(STANDS_IN)
     if (asked or streamed) and config.sharding == DIVIDE_WEIGHTS:
         raise ConfigurationError(
             "sharding='weights': every process would hold a share of the experts, which are in "

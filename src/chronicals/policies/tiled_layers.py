@@ -11,23 +11,16 @@ from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
 from chronicals.policies.facts import Facts, trains_layers
-from chronicals.policies.policy import (
-    Course,
-    Decision,
-    MemoryLoad,
-    Policy,
-    Remedy,
-    Stage,
-    register_policy,
-)
+from chronicals.policies.policy import Decision, MemoryLoad, Remedy, register_policy
 from chronicals.policies.step_time import OTHER_KERNELS, SUM_BYTES, StepWork
+from chronicals.policies.tiles import TilingPolicy
 
 OFFERED_TILES = 4
 """Tiles of a batch from which ``fit`` considers the policy: below, what one tile holds is a large
 share of what a layer in one piece does."""
 
 
-class TiledLayers(Policy):
+class TiledLayers(TilingPolicy):
     """Every layer keeps its input and is recomputed by itself, a tile of rows at a time.
 
     Attention runs on some heads at a time. Sums change by their order only.
@@ -36,8 +29,6 @@ class TiledLayers(Policy):
     name = "tiled_layers"
     title = "layers in tiles"
     setting = "memory=['tiled_layers']"
-    only_time = True
-    stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
         """Return that layers do not run fused, or have experts, if so."""
@@ -52,16 +43,13 @@ class TiledLayers(Policy):
             return f"a part of the layers of {name} does not run fused; take recompute_layers"
         return None
 
-    def decide(self, facts: Facts, course: Course) -> Decision:
-        """Decide as for any policy, but only for batches of more rows than a tile."""
-        decision = super().decide(facts, course)
-        if decision.runs and not makes_tiles(facts.tokens, tile_of(facts)):
-            return Decision(self.name, False, "a batch has no more rows than a tile")
-        return decision
+    def tile(self, facts: Facts) -> int:
+        """Return the rows of a tile, fewer where layers are wide."""
+        return rows_of_tile(ModelShape.of(facts.model.config).inner)
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with layers that hold a tile and a group of heads at a time."""
-        rows = tile_of(facts)
+        rows = self.tile(facts)
         if not makes_tiles(load.step.tokens, rows):
             return load
         tiles = LayerTiles(rows, facts.exchanging if facts.context > 1 else 1)
@@ -78,7 +66,7 @@ class TiledLayers(Policy):
 
         What is computed again is counted as recomputation.
         """
-        rows = tile_of(facts)
+        rows = self.tile(facts)
         if not makes_tiles(facts.tokens, rows):
             return work
         shape = work.job.shape
@@ -95,17 +83,12 @@ class TiledLayers(Policy):
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of several tiles."""
-        offered = makes_tiles(facts.tokens // OFFERED_TILES, tile_of(facts))
+        offered = makes_tiles(facts.tokens // OFFERED_TILES, self.tile(facts))
         return super().settings(facts) if offered else iter(())
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Run every fused layer in tiles."""
         tile_layers(model)
-
-
-def tile_of(facts: Facts) -> int:
-    """Return the rows of a tile of a run's layers."""
-    return rows_of_tile(ModelShape.of(facts.model.config).inner)
 
 
 register_policy(TiledLayers())

@@ -11,30 +11,21 @@ from chronicals.memory.recompute import TILE
 from chronicals.model_shape import ModelShape
 from chronicals.patching import has_gated_mlps, tile_mlps
 from chronicals.policies.facts import Facts, trains_layers
-from chronicals.policies.policy import (
-    Course,
-    Decision,
-    MemoryLoad,
-    Policy,
-    Remedy,
-    Stage,
-    register_policy,
-)
+from chronicals.policies.policy import Decision, MemoryLoad, Remedy, register_policy
 from chronicals.policies.step_time import SKIPPED, SUM_BYTES, StepWork
+from chronicals.policies.tiles import TilingPolicy
 from chronicals.step_work import MERGED_PROJECTIONS
 
 MLP = ("gate_up", "down")
 """Products of an MLP."""
 
 
-class TiledMLP(Policy):
+class TiledMLP(TilingPolicy):
     """Each tile is recomputed in the backward pass; weight gradients are summed over the tiles."""
 
     name = "tiled_mlp"
     title = "tiled MLPs"
     setting = "memory=['tiled_mlp']"
-    only_time = True
-    stage = Stage.MODULES
 
     def why_not(self, facts: Facts) -> str | None:
         """Return that the model has no gated MLPs, if so."""
@@ -43,13 +34,6 @@ class TiledMLP(Policy):
         if dense or has_gated_mlps(facts.model):
             return None
         return f"needs gated MLPs, {type(facts.model).__name__} has none; leave it out"
-
-    def decide(self, facts: Facts, course: Course) -> Decision:
-        """Decide as for any policy, but only for batches of more rows than a tile."""
-        decision = super().decide(facts, course)
-        if decision.runs and not makes_tiles(facts.tokens):
-            return Decision(self.name, False, "a batch has no more rows than a tile")
-        return decision
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with inner activations of one tile, and gradients as fp32 sums."""

@@ -35,7 +35,7 @@ from chronicals.distributed import (
 from chronicals.kernels.cuda_graphs import Recorder
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Moment, disable_gradient_checkpointing, let_segments_grow
-from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
+from chronicals.models import PresentedModel, input_device, why_neighbours_matter
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import (
@@ -64,6 +64,7 @@ from chronicals.policies.sharding import SHARDING
 from chronicals.policies.solver import settle_sharding
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending
+from chronicals.training.presented import present_for
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.step.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.step.graphs import GraphedStep
@@ -125,13 +126,7 @@ def prepare_session(
     objective.prepare(model, tokenizer, config)
     heads = prepare_routers(model, objective.router)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL, heads)
-    presented = present(
-        model,
-        config.use_fused_kernels,
-        config.use_flash_attention,
-        config.max_seq_length,
-        objective.shares_prompts(),
-    )
+    presented = present_for(objective, model, config)
     add_router_terms(presented, objective.router)
     frozen = held_by_frozen(objective.frozen) | held_by_rewards(objective, config)
     goes_on = resumed is not None

@@ -74,7 +74,7 @@ from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run, TrainingResult
 from chronicals.training.run.trackers import build_trackers
 from chronicals.training.session import Session, prepared
-from chronicals.training.step.routers import keep_anchor
+from chronicals.training.step.routers import keep_anchor, stored_documents
 from chronicals.training.step.training_step import rate_factor
 from chronicals.versions import check_versions_for
 
@@ -399,20 +399,22 @@ class ChronicalsTrainer:
         columns.write_or_compare(self.output_dir, resumed)
         train_store = columns.beside(train_store)
         eval_store = None if eval_store is None else columns.beside(eval_store)
-        keep_anchor(session, train_store, self.output_dir, resumed)
         held_out: Steps | None = None
         made_for: Callable[[ChronicalsConfig], Steps]
         if rollouts is None:
             made_for = partial(self._stream, stream_of, train_store, plan)
             steps = Length.of(config, plan, self.ranks.data_count).steps
             held_out = None if eval_store is None else in_order(eval_store)
+            documents = stored_documents(train_store)
         else:
             padding = stream_of.keywords["padding_token_id"]
             drawing = partial(self._watch.limited, "drawing answers")
+            documents = rollouts.answered(session, train_store, drawing)
             made_for = rollouts.steps(session, train_store, padding, drawing)
             steps = rollouts.total_steps(config, train_store)
             if eval_store is not None:
                 held_out = rollouts.held_out(session, eval_store, padding, drawing)
+        keep_anchor(session, documents, self.output_dir, resumed)
         stream = made_for(config)
         run = Run(steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:

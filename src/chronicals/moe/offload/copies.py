@@ -134,6 +134,10 @@ class CopyEngine:
             self._filled[slot].record()
         self._is_awaited[slot] = True
 
+    def is_filled(self, slot: int) -> bool:
+        """Return whether the last copy into a slot is done; the host does not wait."""
+        return not self._is_awaited[slot] or bool(self._filled[slot].query())
+
     def wait_for(self, slots: list[int]) -> None:
         """Let products of the current stream wait until these slots are filled."""
         current = self._current()

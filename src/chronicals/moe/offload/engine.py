@@ -87,6 +87,7 @@ class ExpertEngine:
         device: device of the slots; None before ``open``.
         log: counts and lines.
         is_closed: True once the records are gone.
+        stands_in: shared experts stand in for missing ones, for whose copies no product waits.
     """
 
     def __init__(self, layers: Sequence[LayerRecords], slab: HostSlab):
@@ -95,6 +96,7 @@ class ExpertEngine:
         self.slots = 0
         self.device: torch.device | None = None
         self.is_closed = False
+        self.stands_in = False
         self.log = EventLog([LayerCounts() for _ in layers])
         self.policy: EvictionPolicy
         self.predictor: Predictor | None = None
@@ -106,6 +108,7 @@ class ExpertEngine:
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
         self._expected: list[int] = []
+        self._coming: list[Expert] = []
         self._by_cpu: frozenset[int] = frozenset()
         self.cpu: CpuShare | None = None
         self._buffers: dict[tuple, Tensor] = {}
@@ -163,6 +166,7 @@ class ExpertEngine:
         self._held = [None] * self.slots
         self._free = list(range(self.slots))[::-1]
         self._fetched = set()
+        self._coming = []
         self._views = {}
         for number, layer in enumerate(self.layers):
             for form in layer.formats.values():
@@ -186,6 +190,8 @@ class ExpertEngine:
         if self.is_closed:
             return
         self.is_closed = True
+        if self.predictor is not None:
+            self.predictor.close()
         if self.device is not None:
             self._copies.finish()
         self.log.close()
@@ -211,10 +217,10 @@ class ExpertEngine:
         else:
             together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
             read, told = together[: len(bounds)], together[len(bounds) :]
-        self.log.read_timings()
+        seconds = self.log.read_timings()
         self._by_cpu = frozenset()
-        if self.cpu is not None and self.log.copied:
-            self.cpu.copy_took(self.log.copy_ms / 1e3 / self.log.copied)
+        if self.cpu is not None and seconds is not None:
+            self.cpu.copy_took(seconds)
         if self.predictor is not None:
             chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
             self._expected = self.predictor.expect(layer, chosen, told)
@@ -257,6 +263,50 @@ class ExpertEngine:
             yield range(first, end), numbers, sent(numbers, torch.int32, self._memory.device)
             self._copies.were_read(slots)
             first, wave = end, following
+
+    def missing(self, layer: int, chosen: Sequence[int]) -> list[int]:
+        """Return those of the chosen experts of a layer that products would have to wait for."""
+        slots = [self._slot_of.get((layer, expert)) for expert in chosen]
+        return [
+            expert
+            for expert, slot in zip(chosen, slots)
+            if slot is None or not self._copies.is_filled(slot)
+        ]
+
+    def fetch_for_later(self, layer: int, chosen: Sequence[int], missing: Sequence[int]) -> None:
+        """Ask for copies of missing experts, and of those that are expected in the next layer.
+
+        At most ``WAVE_LOADS`` copies are on their way at a time, and none is given up: with more,
+        a slow bus would fall behind ever further, and no expert would come before its slot is taken
+        for another one.
+
+        Args:
+            layer: number of the layer, whose products were launched.
+            chosen: the experts that tokens chose.
+            missing: those of them that were not there.
+        """
+        for expert in missing:
+            self.log.miss(layer, expert)
+        self._coming = [
+            key
+            for key in self._coming
+            if key in self._slot_of and not self._copies.is_filled(self._slot_of[key])
+        ]
+        passing = len(chosen) * len(self.layers) > self.slots
+        kept = {(layer, expert) for expert in chosen} | set(self._coming)
+        wanted = [(layer, expert) for expert in missing]
+        if layer + 1 < len(self.layers):
+            wanted += [(layer + 1, expert) for expert in self._expected]
+        for key in wanted:
+            if key in self._slot_of:
+                continue
+            if len(self._coming) >= WAVE_LOADS or not self._load(key, kept, set(), prefetch=True):
+                return
+            kept.add(key)
+            self._coming.append(key)
+            self._fetched.add(key)
+            self.policy.use(key, passing)
+            self.log.prefetch(*key)
 
     def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
@@ -369,7 +419,7 @@ class ExpertEngine:
 
     def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
-        if self.predictor is None:
+        if self.predictor is None or self.stands_in:
             return
         target = layer - 1 if backward else layer + 1
         if not 0 <= target < len(self.layers):

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+from torch import Tensor
+
 IO_FILE = "io.jsonl"
 """Name of the file of lines in a run's folder."""
 
@@ -64,6 +67,8 @@ class EventLog:
         stall_ms: milliseconds that products waited for copies, as far as that was timed.
         copy_ms: milliseconds of copies, as far as they were timed.
         copied: copies that were timed.
+        weights: of layers where experts may be stood in for: the sum of routing weights that fell
+            back to shared experts, and of all, ``[2]`` on the device.
     """
 
     layers: list[LayerCounts]
@@ -73,6 +78,7 @@ class EventLog:
     stall_ms: float = 0.0
     copy_ms: float = 0.0
     copied: int = 0
+    weights: dict[int, Tensor] = field(default_factory=dict)
     _out: IO[str] | None = field(default=None, init=False)
     _lines: list[str] = field(default_factory=list, init=False)
     _written: int = field(default=0, init=False)
@@ -115,19 +121,46 @@ class EventLog:
         if self.file is not None:
             self._timed.append((self._about("stall", VRAM, layer, None), timing))
 
+    def stand_in(self, layer: int, fell_back: Tensor | None, shares: Tensor) -> None:
+        """Add the routing weights of a pass; the host does not wait for the device.
+
+        Args:
+            layer: number of the layer.
+            fell_back: weights with which shared experts stood in; None for none.
+            shares: weights of the experts that were there.
+        """
+        there = shares.double().sum()
+        fallen = torch.zeros_like(there) if fell_back is None else fell_back.double().sum()
+        both = torch.stack((fallen, fallen + there))
+        before = self.weights.get(layer)
+        self.weights[layer] = both if before is None else before + both
+
+    def fallback_mass(self, layer: int | None = None) -> float:
+        """Return the share of the routing weight that fell back, of a layer or of all; 0 for none."""
+        sums = [both for number, both in self.weights.items() if layer in (None, number)]
+        if not sums:
+            return 0.0
+        fallen, whole = torch.stack(sums).sum(0).tolist()
+        return fallen / whole if whole else 0.0
+
     def step(self) -> None:
         """Note that a forward pass begins."""
         self.steps += 1
         self._line("step", None, None, None)
         self._flush()
 
-    def read_timings(self) -> None:
-        """Write the lines of copies and waits that are done; the host does not wait."""
+    def read_timings(self) -> float | None:
+        """Write the lines of copies and waits that are done; the host does not wait.
+
+        Returns:
+            The mean seconds of the copies that were not timed before; None if there are none.
+        """
+        milliseconds, copies = self.copy_ms, self.copied
         while self._timed:
             line, timing = self._timed[0]
             microseconds = timing()
             if microseconds is None:
-                return
+                break
             self._timed.popleft()
             line["us"] = round(microseconds, 1)
             if line["kind"] == "stall":
@@ -137,6 +170,8 @@ class EventLog:
                 self.copied += 1
             if self.file is not None:
                 self._write(line)
+        fresh = self.copied - copies
+        return (self.copy_ms - milliseconds) / 1e3 / fresh if fresh else None
 
     def close(self) -> None:
         """Write what is left, and close the file."""

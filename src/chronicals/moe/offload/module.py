@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu
 from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_product
-from chronicals.kernels.streamed_experts import Wave
+from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
 from chronicals.quantization.expert_records import InMemory
@@ -67,6 +67,19 @@ class LayerSource:
     def __deepcopy__(self, memo: dict) -> LayerSource:
         """Return itself: copies of a model read the same records through the same slots."""
         return self
+
+    def compute(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        shares: Tensor,
+        first: Adapter | None = None,
+        second: Adapter | None = None,
+        gate: Gate | None = None,
+    ) -> Tensor:
+        """Run each token through its experts, as ``streamed_experts`` does; x may be of any dtype."""
+        rows = x.to(self.dtype)
+        return streamed_experts(rows, experts, shares, self, first, second, gate).to(x.dtype)
 
     def look(self, bounds: Tensor, x: Tensor) -> list[int]:
         """Return the bounds on the host."""

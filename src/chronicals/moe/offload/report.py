@@ -20,6 +20,7 @@ class LayerReport:
         used: prefetched records that were then chosen.
         evictions: experts that gave up their slot.
         bytes: that were copied.
+        fallback_mass: share of the routing weight that shared experts stood in for.
     """
 
     path: str
@@ -31,6 +32,7 @@ class LayerReport:
     used: int
     evictions: int
     bytes: int
+    fallback_mass: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class OffloadReport:
         recall: share of the experts that had to come and were prefetched; None without any.
         stall_ms, copy_ms: milliseconds that products waited, and that copies took; timed only
             where lines of events are written (``io``).
-        fallback_mass: share of the routing weight that another expert stood in for; 0 unless
+        fallback_mass: share of the routing weight that shared experts stood in for; 0 unless
             ``mode="soft"``.
         layers: the same of each layer.
     """
@@ -94,8 +96,10 @@ class OffloadReport:
                 f"copies took {self.copy_ms:,.0f} ms, of which products waited "
                 f"{self.stall_ms:,.0f} ms"
             )
-        if self.fallback_mass:
-            lines.append(f"stood in for: {self.fallback_mass:.2%} of the routing weight")
+        if self.mode == "soft":
+            lines.append(
+                f"shared experts stood in for {self.fallback_mass:.2%} of the routing weight"
+            )
         return "\n".join(lines)
 
 
@@ -104,7 +108,8 @@ def report_of(engine: ExpertEngine, mode: str) -> OffloadReport:
     log = engine.log
     log.read_timings()
     layers = tuple(
-        LayerReport(layer.path, **vars(counts)) for layer, counts in zip(engine.layers, log.layers)
+        LayerReport(layer.path, **vars(counts), fallback_mass=log.fallback_mass(number))
+        for number, (layer, counts) in enumerate(zip(engine.layers, log.layers))
     )
     hits = sum(layer.hits for layer in layers)
     misses = sum(layer.misses for layer in layers)
@@ -126,6 +131,6 @@ def report_of(engine: ExpertEngine, mode: str) -> OffloadReport:
         recall=used / came if prefetched and came else None,
         stall_ms=log.stall_ms,
         copy_ms=log.copy_ms,
-        fallback_mass=0.0,
+        fallback_mass=log.fallback_mass(),
         layers=layers,
     )

@@ -21,13 +21,13 @@ from chronicals.models import (
     check_positions,
     embedding_table,
     input_device,
-    present,
 )
 from chronicals.objectives import Objective
 from chronicals.objectives.terms import Columns
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.policies.facts import why_not_fused
 from chronicals.training.columns.stored_columns import ColumnSource, StoredColumns
+from chronicals.training.presented import present_for
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,7 @@ def present_frozen(
     for name, frozen in models.items():
         frozen.requires_grad_(False).eval().to(device)
         frozen.config.use_cache = False
-        presented = present(
-            frozen,
-            config.use_fused_kernels,
-            config.use_flash_attention,
-            config.max_seq_length,
-            objective.shares_prompts(),
-        )
+        presented = present_for(objective, frozen, config)
         if config.use_fused_kernels and device.type == "cuda":
             patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
             fuse_weights(frozen)

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import RowSource, filler_token, open_store
+from chronicals.data import RowSource, filler_token
 from chronicals.distributed import Mesh
 from chronicals.generation import Answer, Engine, Request
-from chronicals.models import check_positions, embedding_table, input_device, present
+from chronicals.models import embedding_table, input_device
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.rewards import Rewards
 from chronicals.training.preparation import readable_again
+from chronicals.training.presented import present_for
 from chronicals.training.rollouts.answer_packs import AnswerPacks
 from chronicals.training.rollouts.draws import Draws, DrawSettings, PromptRows
 from chronicals.training.rollouts.rollout_maker import RolloutMaker
 from chronicals.training.rollouts.rollout_run import RolloutRun
 from chronicals.training.rollouts.rollout_steps import HeldOutSteps
 from chronicals.training.rollouts.scoring import Scoring
-from chronicals.training.run.evaluation import Evaluation, evaluate
+from chronicals.training.run.evaluation import Evaluation, evaluate, open_scored
 from chronicals.training.step.optimizer import Precision
 
 
@@ -46,25 +47,10 @@ def evaluate_prompts(
         DataError: the prompts cannot be read.
     """
     data = readable_again(data)
-    embedding_rows = embedding_table(model).shape[0]
-    store = open_store(
-        data,
-        tokenizer,
-        config,
-        embedding_rows=embedding_rows,
-        kinds=objective.row_kinds,
-        scored=True,
-        answer_tokens=objective.answer_tokens,
-    )
-    check_positions(model, store.longest + objective.answer_tokens)
+    store = open_scored(data, tokenizer, config, objective, model, objective.answer_tokens)
     run = RolloutRun.of(objective, tokenizer, rewards, (data, None), config, Mesh())
     rows = PromptRows(store, run.records[0])
-    presented = present(
-        model,
-        config.use_fused_kernels,
-        config.use_flash_attention,
-        shared_prompts=objective.shares_prompts(),
-    )
+    presented = present_for(objective, model, config)
     engine = Engine(model)
 
     def generate(requests: Sequence[Request]) -> list[list[Answer]]:
@@ -74,7 +60,7 @@ def evaluate_prompts(
     settings = DrawSettings.greedy(objective.settings)
     draws = Draws(generate, tokenizer, rows, settings, config.seed)
     scoring = Scoring(tokenizer, rows, rewards, Mesh())
-    packs = AnswerPacks(config, filler_token(tokenizer, embedding_rows))
+    packs = AnswerPacks(config, filler_token(tokenizer, embedding_table(model).shape[0]))
     steps = HeldOutSteps(rows, RolloutMaker(objective, draws, scoring), packs)
     with presented.attending_documents():
         return evaluate(presented, objective, steps, Precision("fp32", input_device(model)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import RowSource, TokenStore, read_records
@@ -253,6 +255,26 @@ class RolloutRun:
         scoring = Scoring(self.tokenizer, rows, self.rewards, session.ranks)
         packs = self._packs(session, session.config, padding_token_id)
         return HeldOutSteps(rows, RolloutMaker(self.objective, draws, scoring), packs)
+
+    def answered(
+        self,
+        session: Session,
+        store: TokenStore,
+        limited: Callable[[], AbstractContextManager[None]],
+    ) -> Iterator[Tensor]:
+        """Yield each prompt with one answer of the model as it is, int64 ``[n]``.
+
+        The answers to as many prompts as a step has are drawn when the first of them is asked for.
+        All ranks must ask for the same number.
+        """
+        given = self.objective.settings
+        rows = PromptRows(store)
+        settings = replace(DrawSettings.of(given), answers=1, noted=0)
+        draws = self._draws(session, rows, settings, limited)
+        for first in range(0, len(store), given.prompts):
+            prompts = np.arange(first, min(first + given.prompts, len(store)))
+            for prompt, (answer,) in zip(prompts, draws.answers(prompts, prompts), strict=True):
+                yield torch.tensor([*rows.ids(prompt).tolist(), *answer.tokens])
 
     def _draws(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, RowSource, filler_token, open_store
+from chronicals.data import BatchStream, RowSource, TokenStore, filler_token, open_store
 from chronicals.data.packs.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import (
@@ -24,12 +24,12 @@ from chronicals.models import (
     embedding_table,
     in_evaluation,
     input_device,
-    present,
 )
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.rewards import Rewards, build_rewards
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
+from chronicals.training.presented import present_for
 from chronicals.training.step.metrics import Moment
 from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import asked_before, counts_of, nothing, values_before
@@ -196,6 +196,41 @@ def _known_of_all(
     return iter([{**segments, **values} for segments in added])
 
 
+def open_scored(
+    data: RowSource,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    objective: Objective,
+    model: Any,
+    answer_tokens: int = 0,
+) -> TokenStore:
+    """Return data that is scored and not trained, tokenised, after checking that it fits the model.
+
+    Args:
+        data: the rows.
+        tokenizer: the model's tokenizer.
+        config: configuration of a training run on such rows.
+        objective: says which kinds of rows it takes.
+        model: the model.
+        answer_tokens: room behind a prompt for an answer that is drawn later.
+
+    Raises:
+        DataError: the data cannot be read, or nothing in it is trained.
+        ValueError: the model has too few positions.
+    """
+    store = open_store(
+        data,
+        tokenizer,
+        config,
+        embedding_rows=embedding_table(model).shape[0],
+        kinds=objective.row_kinds,
+        scored=True,
+        answer_tokens=answer_tokens,
+    )
+    check_positions(model, store.longest + answer_tokens)
+    return store
+
+
 def evaluate_data(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -235,30 +270,15 @@ def evaluate_data(
             return evaluate_prompts(model, tokenizer, data, config, objective, rewards)
         with build_rewards(config) as own_rewards:
             return evaluate_prompts(model, tokenizer, data, config, objective, own_rewards)
-    embedding_rows = embedding_table(model).shape[0]
-    store = open_store(
-        data,
-        tokenizer,
-        config,
-        embedding_rows=embedding_rows,
-        kinds=objective.row_kinds,
-        scored=True,
-    )
-    check_positions(model, store.longest)
+    store = open_scored(data, tokenizer, config, objective, model)
     (store,) = with_frozen_columns([store], objective, model, tokenizer, config)
-    stream = BatchStream(
-        store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False
-    )
+    filler = filler_token(tokenizer, embedding_table(model).shape[0])
+    stream = BatchStream(store, config, filler, epochs=1, shuffle=False)
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
     for frozen in objective.frozen.values():
         check_positions(frozen.model, store.longest)
-    presented = present(
-        model,
-        config.use_fused_kernels,
-        config.use_flash_attention,
-        shared_prompts=objective.shares_prompts(),
-    )
+    presented = present_for(objective, model, config)
     with presented.attending_documents(), frozen_attending(objective):
         score = evaluate(presented, objective, stream, Precision("fp32", device))
     if not math.isfinite(score.loss):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from chronicals.config import ConfigurationError
 from chronicals.data import TokenStore
@@ -112,8 +114,15 @@ OF_ROUTERS = ("balance", "z", "temporal", "locality")
 """Losses whose purpose is to train routers. The anchor also limits the effect of adapters below."""
 
 
+def stored_documents(store: TokenStore) -> Iterator[Tensor]:
+    """Yield the documents of a store, int64 ``[n]`` each, an answer after its prompt."""
+    for number in range(len(store)):
+        if not store.is_prompt(number):
+            yield torch.from_numpy(store.whole_document(number)[0].astype("int64"))
+
+
 def keep_anchor(
-    session: Session, store: TokenStore, output_dir: Path, resumed: Path | None
+    session: Session, documents: Iterable[Tensor], output_dir: Path, resumed: Path | None
 ) -> None:
     """Read the anchor of a resumed run, or compute and write that of a new one.
 
@@ -123,7 +132,8 @@ def keep_anchor(
 
     Args:
         session: prepared session.
-        store: training data.
+        documents: int64 ``[n]`` each, what the model is trained on; as many as the anchor replays
+            are taken, and none where the anchor has no weight or is read.
         output_dir: folder of the run.
         resumed: checkpoint that the run resumes from, in the folder of a run.
 
@@ -156,11 +166,6 @@ def keep_anchor(
                 FILE,
                 resumed,
             )
-        documents = (  # each answer after its prompt
-            torch.from_numpy(store.whole_document(number)[0].astype("int64"))
-            for number in range(len(store))
-            if not store.is_prompt(number)
-        )
         batch = first_tokens(documents, settings.anchor_tokens).to(device)
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)
