@@ -422,7 +422,8 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
     """Return the row of training steps of so many documents, frozen experts streamed.
 
     Attention's backward pass sums in any order unless it is told otherwise, so whether both arms give
-    the same bits is seen over steps of their own, with deterministic algorithms.
+    the same bits is seen over steps of their own, with deterministic algorithms and without graphs,
+    which streamed experts do not have; beside them are steps of the resident arm as graphs.
     """
     bus = bus_rate(sizes.record)
     memory = {"resident": None, "offloaded": sizes.expert_memory(sizes.experts[0], sizes.layers)}
@@ -431,11 +432,13 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
         for arm, experts in memory.items()
     }
     few = replace(sizes, steps=SAME_STEPS, warm=1)
+    eager = {"use_cuda_graphs": False}
     with deterministic():
         compared = {
-            arm: steps_of(packs, quantised, few, sizes.layers, experts)
+            arm: steps_of(packs, quantised, few, sizes.layers, experts, eager)
             for arm, experts in memory.items()
         }
+        compared["resident as graphs"] = steps_of(packs, quantised, few, sizes.layers, None)
     ours = arms["offloaded"]
     copies = ours["bytes"] / bus
     return {
@@ -504,10 +507,10 @@ def steps_of(
     """
     model = built(sizes, layers, quantised)
     model.config.use_cache = False
-    streamed: dict[str, Any] = {}
+    streamed = dict(fields or {})
     if experts is not None:
         model = chronicals.offload(model, vram=experts)
-        streamed = {"memory": ["offload_experts"], "expert_memory": experts, **(fields or {})}
+        streamed = {"memory": ["offload_experts"], "expert_memory": experts, **streamed}
     if where() == "cpu":
         chronicals.patch_model(model)  # sessions do that on a card alone
     config = ChronicalsConfig(
