@@ -6,8 +6,7 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import families
 import runs
@@ -20,6 +19,7 @@ from chronicals.saving import SavedModel
 from chronicals.training import loading
 from chronicals.training.adapters import attach_adapters
 from comparison import equal
+from fp8_checkpoints import refuse_to_keep, saved_in_fp8
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
 
@@ -47,55 +47,6 @@ def test_a_folder_that_is_there_is_not_said_to_be_missing(tmp_path):
     message = f"model='{tmp_path}/x': there is no such folder here, and no hub name has such a form"
     with pytest.raises(ValueError, match=f"^{message}"):
         load_config(tmp_path / "x")
-
-
-def in_blocks(weight):
-    """e4m3 with a scale of each 128 × 128, and what that stands for (DeepSeek-AI, 2024, section
-    3.3.2).
-    """
-    rows, columns = weight.shape
-    padded = (
-        F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
-        .unflatten(1, (-1, 128))
-        .unflatten(0, (-1, 128))
-    )
-    scale = padded.abs().amax((1, 3)).clamp(min=1e-12) / 448
-    values = (padded / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    means = (values.float() * scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
-    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale, means
-
-
-def saved_in_fp8(folder, model, kept=()):
-    """As such checkpoints are; what each weight stands for."""
-    model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    written = {}
-    meant = {}
-    for name, weight in weights.items():
-        written[name] = meant[name] = weight
-        if weight.ndim == 2 and "_proj" in name and not any(word in name for word in kept):
-            written[name], written[f"{name}_scale_inv"], meant[name] = in_blocks(weight)
-    save_file(written, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    described = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": [128, 128],
-        "activation_scheme": "dynamic",
-    }
-    config["quantization_config"] = described | {"modules_to_not_convert": [*kept, "lm_head"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return meant
-
-
-def refuse_to_keep(monkeypatch):
-    """As on a card: what is not asked to be dequantised would stay in FP8."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    def validate(self, *given, **named):
-        assert self.quantization_config.dequantize
-
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
 
 
 @pytest.mark.slow

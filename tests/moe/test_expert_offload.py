@@ -108,18 +108,35 @@ def test_the_same_bits_at_every_budget(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
 @pytest.mark.parametrize("predictor", [None, "last", "wrong"])
-def test_neither_policy_nor_predictor_changes_a_bit(policy, predictor):
-    model = build("Qwen3Moe")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_neither_policy_nor_predictor_changes_a_bit(name, policy, predictor):
+    model = build(name)
     expected = resident(model)
-    trace = {(layer, expert): 7 * expert % 5 for layer in range(2) for expert in range(EXPERTS)}
+    layers = len(layers_of(model))
+    trace = {
+        (layer, expert): 7 * expert % 5 for layer in range(layers) for expert in range(EXPERTS)
+    }
     expects = AlwaysWrong() if predictor == "wrong" else predictor
-    for slots in (EACH + 2, 6, 11):
+    for slots in sorted({7, *budgets(model)}):
         streamed = offloaded(model, slots, policy=policy, trace=trace, predictor=expects)
         for tokens in (1, 19, 1, 1, 2, 1):
             assert_same_bits(expected, streamed, ids_of(tokens))
         report = streamed.offload.report()
         assert report.fallback_mass == 0 and report.hits + report.misses > 0
         streamed.offload.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.61, 0.97])
+def test_slots_fill_the_budget_and_no_more(share):
+    """Within 2 %, where an expert is less than that of it."""
+    model = families.routed("Qwen3Moe", num_experts=128, num_hidden_layers=3)
+    experts = sum(p.nbytes for _, module in layers_of(model) for p in module.parameters())
+    budget = int(share * experts) + 77
+    streamed = chronicals.offload(model, vram=budget, ram="1GiB", device="cpu")
+    engine, report = streamed.offload.engine, streamed.offload.report()
+    assert 0.98 * budget < report.slot_bytes <= budget
+    assert report.slot_bytes == engine._memory.untyped_storage().nbytes()
+    streamed.offload.close()
 
 
 def test_slots_stay_within_the_budget():
@@ -148,6 +165,7 @@ def mxfp4_experts(model):
 
 def fp8_experts(model):
     """Lets products of experts run in FP8 where they are known, as ``run_experts_in_fp8`` does."""
+    model.bfloat16()
     for _, module in layers_of(model):
         vars(module)[IN_FP8] = {
             name: FP8Experts(
@@ -172,6 +190,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32
         ("GptOss", "mxfp4"),
         ("Olmoe", "bf16"),
         ("DeepseekV3", "bf16"),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+        ("GptOss", "fp8"),
     ],
 )
 def test_experts_in_the_format_that_they_have(name, form):
@@ -194,13 +215,19 @@ def gradients(model, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["plain", "nf4"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for name in FAMILIES for form in ("plain", "nf4")),
+        ("Qwen3Moe", "fp8"),
+        ("DeepseekV3", "fp8"),
+    ],
+)
 def test_the_same_gradients(name, form):
     """Of adapters on attention, routers and experts."""
     model = build(name, **SIZES)
-    if form == "nf4":
-        quantise_experts(model)
+    if form in FORMATS:
+        FORMATS[form](model)
     router = "router.weight" if name == "GptOss" else "mlp.gate.weight"
     parameters = ["gate_up_proj", "down_proj", router]
     config = LoRAConfig(

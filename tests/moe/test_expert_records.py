@@ -4,6 +4,8 @@ import copy
 import json
 import multiprocessing
 import os
+import threading
+import weakref
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from chronicals.models.four_bits import quantise_experts
 from chronicals.moe.offload import copies, engine, slab
 from chronicals.moe.offload.cpu_share import CpuShare
 from chronicals.moe.offload.errors import ExpertRecordError
+from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import ByTrace, LeastFrequentlyUsed, LeastRecentlyUsed
-from chronicals.moe.offload.slab import HostSlab
+from chronicals.moe.offload.module import HostShare
+from chronicals.moe.offload.slab import HostSlab, filling
 from chronicals.patching.patch import patch_parts
 from chronicals.ui.expert_io import ExpertIO
 from mutants import mutant
@@ -208,6 +212,64 @@ def test_a_shared_slab_that_was_cut():
     owner.close()
 
 
+def complete(name, value):
+    """A shared slab of one record of these bytes."""
+    made = HostSlab(1, 1000, name)
+    made.record(0).fill_(value)
+    made.written(0)
+    made.finish()
+    return made
+
+
+def test_memory_is_freed_when_a_slab_is_closed():
+    made = HostSlab(1, 1000)
+    mapped = weakref.ref(made._map)
+    made.close()
+    assert mapped() is None
+
+
+def test_a_slab_whose_filling_fails_is_given_back():
+    name = f"test-failed-{os.getpid()}"
+    made = HostSlab(2, 1000, name)
+    with pytest.raises(ExpertRecordError, match="cut"), filling(made):
+        raise ExpertRecordError("cut")
+    assert not made.path.exists() and made._lock is None
+    other = complete(name, 3)
+    assert other.is_owner
+    other.close()
+
+
+def test_what_a_killed_process_left_is_filled_anew():
+    """Its records may be those of another model."""
+    name = f"test-left-{os.getpid()}"
+    complete(name, 1)._let_go()
+    found = complete(name, 2)
+    assert found.is_owner and found.check_all() == {} and found.record(0)[0] == 2
+    found.close()
+
+
+def test_processes_that_wait_for_one_that_is_killed_go_on():
+    name = f"test-killed-{os.getpid()}"
+    killed = HostSlab(1, 1000, name)
+    made = []
+    waiting = [
+        threading.Thread(target=lambda: made.append(complete(name, 5)), daemon=True)
+        for _ in range(3)
+    ]
+    for thread in waiting:
+        thread.start()
+        thread.join(0.1)
+    killed._let_go()
+    for thread in waiting:
+        thread.join(20)
+    assert sorted(one.is_owner for one in made) == [False, False, True]
+    for one in made:
+        assert one.check_all() == {} and one.record(0)[0] == 5
+    for one in made:
+        one.close()
+    assert not killed.path.exists()
+
+
 class Runtime:
     """A driver that pins so many chunks."""
 
@@ -294,6 +356,42 @@ def test_the_share_of_the_cpu(name, form):
     assert torch.equal(streamed(IDS).logits, expected(IDS).logits)
     assert by_cpu == sum(layer.by_cpu for layer in streamed.offload.report().layers)
     streamed.offload.close()
+
+
+def test_the_cpu_computes_beside_the_device(monkeypatch):
+    """Its rows are copied to it before products are launched, behind which a copy would wait."""
+    seen = []
+
+    def noting(of, name, word):
+        own = getattr(of, name)
+
+        def noted(*given, **named):
+            seen.append(word)
+            return own(*given, **named)
+
+        monkeypatch.setattr(of, name, noted)
+
+    noting(torch.Tensor, "cpu", "rows")
+    noting(engine.ExpertEngine, "memory_of", "products")
+    noting(HostShare, "outputs", "cpu")
+    model = offloaded(slots=6, mode="numerical", predictor=None)
+    patch_parts(model)
+    model.offload.engine.cpu.cpu_seconds = model.offload.engine.cpu.bus_seconds
+    with torch.no_grad():
+        model(IDS[:, :1])
+    assert seen[:3] == ["rows", "products", "cpu"]
+    model.offload.close()
+
+
+def test_each_copy_is_timed_once():
+    log = EventLog([LayerCounts()], times_copies=True)
+    assert log.read_timings() is None
+    for microseconds in (2e6, 4e6):
+        log.load(0, 0, 1, lambda microseconds=microseconds: microseconds)
+    assert log.read_timings() == 3.0 and log.read_timings() is None
+    log.load(0, 0, 1, lambda: 5e6)
+    log.load(0, 0, 1, lambda: None)
+    assert log.read_timings() == 5.0 and log.copied == 3
 
 
 def test_bus_and_cpu_end_together():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import chronicals
 import families
 import mixtures
-from chronicals.moe.offload.engine import WAVE_LOADS
+from chronicals.moe.offload.engine import WAVE_LOADS, ExpertEngine
 from chronicals.moe.offload.records import expert_modules
 from chronicals.patching.patch import patch_parts
 
@@ -273,13 +273,30 @@ def test_a_folder(tmp_path):
     streamed.offload.close()
 
 
+ANOTHER_WAY = "Qwen2MoeSparseMoeBlock of Qwen2MoeForCausalLM adds its shared_expert in a way that"
+
+
 def test_shared_experts_that_are_added_in_another_way_are_refused():
     model = build("Qwen2Moe")
     for layer in model.model.layers:
-        layer.mlp.shared_expert.register_forward_hook(lambda *given: 2 * given[-1])
         layer.mlp.register_forward_hook(lambda *given: 0.7 * given[-1])
-    with pytest.raises(ValueError, match="adds its shared_expert in a way that is not known"):
+    with pytest.raises(ValueError, match=ANOTHER_WAY):
         chronicals.offload(model, vram="1MiB", mode="soft", **HOST)
+    assert expert_modules(model)  # they are where they were
+
+
+def test_a_folder_whose_class_adds_them_in_another_way_is_refused(tmp_path, monkeypatch):
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock as Block
+
+    build("Qwen2Moe").save_pretrained(tmp_path)
+    right = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda *given: 0.7 * right(*given))
+    closed = []
+    close = ExpertEngine.close
+    monkeypatch.setattr(ExpertEngine, "close", lambda self: closed.append(close(self)))
+    with pytest.raises(ValueError, match=ANOTHER_WAY):
+        chronicals.offload(tmp_path, vram="1MiB", mode="soft", **HOST)
+    assert closed
 
 
 def test_gradients_are_refused():

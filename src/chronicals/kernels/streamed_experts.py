@@ -157,6 +157,38 @@ class _Rows(NamedTuple):
         )
 
 
+class _HostRows(NamedTuple):
+    """The rows of experts that the CPU computes.
+
+    Attributes:
+        experts: the experts.
+        places: int64 ``[n]``, places of their pairs among those of all experts, on the device.
+        x: ``[n, D]`` on the CPU, sorted by expert.
+        counts: rows of each expert.
+    """
+
+    experts: HostExperts
+    places: Tensor
+    x: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, x: Tensor, experts: HostExperts, to: Dispatch, bounds: Sequence[int]) -> _HostRows:
+        """Gather the rows from ``x`` ``[T, D]`` and copy them to the host, which waits for it."""
+        spans = [(bounds[expert], bounds[expert + 1]) for expert in experts.experts]
+        places = torch.cat([torch.arange(begin, end) for begin, end in spans]).to(x.device)
+        rows = x[to.order_S[places].long() // to.each].cpu()
+        return cls(experts, places, rows, [end - begin for begin, end in spans])
+
+    def put_outputs(self, z: Tensor, gate: Gate) -> None:
+        """Compute the outputs and put them at their places in ``z`` ``[S, D]``.
+
+        Products of the device that were launched before run meanwhile.
+        """
+        found = self.experts.outputs(self.x, self.counts, gate)
+        z[self.places] = found.to(z.device, non_blocking=True)
+
+
 def _quantised(x: Tensor, in_fp8: bool) -> ProductInput:
     return ProductInput(x, fp8_quantize(x, "row")[0] if in_fp8 else None)
 
@@ -188,9 +220,11 @@ class _StreamedExperts(torch.autograd.Function):
         in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
         of_x = _quantised(x, in_fp8)
         dense = not in_fp8 or a2 is not None
-        on_host = None
+        host_rows = None
         if not keeps and a1 is None and a2 is None:
             on_host = source.on_host(bounds, to.tokens)
+            # Before the waves: this copy to the host waits for all that was launched.
+            host_rows = None if on_host is None else _HostRows.of(x, on_host, to, bounds)
         for wave in source.waves(bounds):
             rows = _Rows.of(wave, to, bounds, *adapters)
             of_rows, thin_rows, _ = apply_product(of_x, rows.up, rows.to, True, x.dtype)
@@ -200,8 +234,8 @@ class _StreamedExperts(torch.autograd.Function):
                 h[rows.at] = of_rows
             if thin is not None and thin_rows is not None:
                 thin[rows.at] = thin_rows
-        if on_host is not None:
-            _put_from_host(z, x, on_host, to, bounds, gate)
+        if host_rows is not None:
+            host_rows.put_outputs(z, gate)
         ctx.kept = settings
         ctx.bounds = bounds
         ctx.sizes = to.each, to.rows
@@ -268,20 +302,6 @@ class _StreamedExperts(torch.autograd.Function):
             gradients["x"] = expert_combine(d_rows, to.places_S, to.each)
         found = [gradients.get(name) if needed else None for name, needed in wanted.items()]
         return *found, None, None
-
-
-def _put_from_host(
-    z: Tensor, x: Tensor, host: HostExperts, to: Dispatch, bounds: Sequence[int], gate: Gate
-) -> None:
-    """Put the outputs of experts that the CPU computes where those of their rows are.
-
-    Products of the device that were launched before run meanwhile.
-    """
-    spans = [(bounds[expert], bounds[expert + 1]) for expert in host.experts]
-    places = torch.cat([torch.arange(begin, end) for begin, end in spans]).to(z.device)
-    rows = x[to.order_S[places].long() // to.each].cpu()
-    found = host.outputs(rows, [end - begin for begin, end in spans], gate)
-    z[places] = found.to(z.device, non_blocking=True)
 
 
 def _scale_of(weights: ExpertWeights) -> Tensor | None:

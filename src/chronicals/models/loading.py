@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ from chronicals.models.four_bits import (
     quantising_while_reading,
 )
 from chronicals.models.gguf_loading import load_gguf
-from chronicals.models.preparing import is_prepared
+from chronicals.models.host_tables import table_of
+from chronicals.models.preparing import is_prepared, preparing_by
 from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
 from chronicals.models.towers import read_processors
@@ -170,6 +172,7 @@ def load_model(
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if is_reward_model(config):
             raise ValueError(why_no_language_model(name))
+        in_fp8 = quantization_of(config).get("quant_method") == IN_FP8
         options: dict[str, Any] = {
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
@@ -183,12 +186,13 @@ def load_model(
             load = load_packed
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization, form)
+        elif in_fp8:
+            options |= _dequantising(config, load_without_weights(name, trust_remote_code))
         elif is_prepared() and load is load_whole:
             options["quantization_config"] = quantising_while_reading(form=BaseFormat())
-        elif quantization_of(config).get("quant_method") == IN_FP8:
-            options |= _dequantising(config, load_without_weights(name, trust_remote_code))
-        model = load(_auto_class(config), name, **options)
-        if quantization_of(config).get("quant_method") == IN_FP8:
+        with preparing_by(IN_FP8) if in_fp8 else nullcontext():
+            model = load(_auto_class(config), name, **options)
+        if in_fp8:
             # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
     except (OSError, ValueError) as error:
@@ -492,9 +496,12 @@ def embedding_table(model: Any) -> torch.Tensor:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device for token ids: where the embedding is, or where it will be moved."""
+    """Return the device for token ids: where the embedding is used, or where it will be moved."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
-    return embedding_table(model).device if coming is None else coming
+    if coming is not None:
+        return coming
+    table = table_of(model.get_input_embeddings())
+    return embedding_table(model).device if table is None else table.device
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:

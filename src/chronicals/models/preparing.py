@@ -37,3 +37,26 @@ def prepare(model: Any) -> None:
     change = _PREPARE.get()
     if change is not None:
         change(model)
+
+
+@contextmanager
+def preparing_by(method: str) -> Iterator[None]:
+    """A context in which transformers' own quantizer of a method changes models, too.
+
+    Args:
+        method: ``quant_method`` of the checkpoints that it reads.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    usual: Any = AUTO_QUANTIZER_MAPPING[method]
+
+    class Preparing(usual):
+        def _process_model_before_weight_loading(self, model: Any, **named: Any) -> Any:
+            prepare(model)
+            return super()._process_model_before_weight_loading(model, **named)
+
+    AUTO_QUANTIZER_MAPPING[method] = Preparing
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING[method] = usual

@@ -1,6 +1,7 @@
 """Weight formats of linear products, one class each.
 
-They are 16 bit, FP8, FP8 with its 16-bit values in host memory, 4 bits, MXFP4 and GGUF blocks.
+They are 16 bit, FP8, FP8 with its 16-bit values in host memory, FP8 in blocks, 4 bits, MXFP4 and
+GGUF blocks.
 """
 
 from chronicals.quantization.base import Base, Operand, Storage
@@ -19,6 +20,7 @@ from chronicals.quantization.experts import (
     stacked_weight,
 )
 from chronicals.quantization.fp8 import FP8Base, FP8Experts, FP8ExpertsInHost, FP8InHost
+from chronicals.quantization.fp8_blocks import FP8Blocks
 from chronicals.quantization.gguf import GGUF, Blocks, LinearGGUF
 from chronicals.quantization.mxfp4 import MXFP4
 from chronicals.quantization.nf4 import NF4, RECIPES, FourBits, Linear4bit, Packed
@@ -46,6 +48,7 @@ __all__ = [
     "Dense",
     "Experts4bit",
     "FP8Base",
+    "FP8Blocks",
     "FP8Experts",
     "FP8ExpertsInHost",
     "FP8InHost",

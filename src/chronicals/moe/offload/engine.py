@@ -190,6 +190,8 @@ class ExpertEngine:
         if self.is_closed:
             return
         self.is_closed = True
+        if self.predictor is not None:
+            self.predictor.close()
         if self.device is not None:
             self._copies.finish()
         self.log.close()
@@ -215,10 +217,10 @@ class ExpertEngine:
         else:
             together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
             read, told = together[: len(bounds)], together[len(bounds) :]
-        self.log.read_timings()
+        seconds = self.log.read_timings()
         self._by_cpu = frozenset()
-        if self.cpu is not None and self.log.copied:
-            self.cpu.copy_took(self.log.copy_ms / 1e3 / self.log.copied)
+        if self.cpu is not None and seconds is not None:
+            self.cpu.copy_took(seconds)
         if self.predictor is not None:
             chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
             self._expected = self.predictor.expect(layer, chosen, told)

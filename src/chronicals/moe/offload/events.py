@@ -149,13 +149,18 @@ class EventLog:
         self._line("step", None, None, None)
         self._flush()
 
-    def read_timings(self) -> None:
-        """Write the lines of copies and waits that are done; the host does not wait."""
+    def read_timings(self) -> float | None:
+        """Write the lines of copies and waits that are done; the host does not wait.
+
+        Returns:
+            The mean seconds of the copies that were not timed before; None if there are none.
+        """
+        milliseconds, copies = self.copy_ms, self.copied
         while self._timed:
             line, timing = self._timed[0]
             microseconds = timing()
             if microseconds is None:
-                return
+                break
             self._timed.popleft()
             line["us"] = round(microseconds, 1)
             if line["kind"] == "stall":
@@ -165,6 +170,8 @@ class EventLog:
                 self.copied += 1
             if self.file is not None:
                 self._write(line)
+        fresh = self.copied - copies
+        return (self.copy_ms - milliseconds) / 1e3 / fresh if fresh else None
 
     def close(self) -> None:
         """Write what is left, and close the file."""

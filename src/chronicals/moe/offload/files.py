@@ -25,6 +25,7 @@ from chronicals.quantization.expert_records import (
     StackFormat,
     quantised_records,
 )
+from chronicals.quantization.fp8_blocks import SCALES, STORED, FP8Blocks
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
@@ -47,15 +48,18 @@ class ExpertFiles:
         self.folder = folder
         self.packed = packed
         self._single: dict[tuple[int, int, str], StoredTensor] = {}
+        self._scales: dict[tuple[int, int, str], StoredTensor] = {}
         self._stacks: dict[tuple[int, str], StoredTensor] = {}
         for file in files_of(folder):
             for tensor in tensors_in(file):
                 self._add(tensor)
 
     def _add(self, tensor: StoredTensor) -> None:
-        expert = Expert.named(tensor.name)
+        of_scales = tensor.name.endswith(SCALES)
+        expert = Expert.named(tensor.name.removesuffix(SCALES))
         if expert is not None:
-            self._single[expert.layer, expert.number, expert.role] = tensor
+            matrices = self._scales if of_scales else self._single
+            matrices[expert.layer, expert.number, expert.role] = tensor
             return
         name = tensor.name
         part = ""
@@ -87,6 +91,9 @@ class ExpertFiles:
             shape = tuple(parameter.shape)
             if self.packed is not None and parameter.ndim == 3:
                 found[name] = self._packed_records(path, layer, name, shape, dtype, transposed)
+                continue
+            if self._in_fp8(layer, name):
+                found[name] = self._fp8_records(path, layer, name, shape, dtype)
                 continue
             read = self._reader(path, layer, name, shape, dtype)
             if quantise is not None and parameter.ndim == 3:
@@ -124,6 +131,49 @@ class ExpertFiles:
             return whole
 
         return read
+
+    def _in_fp8(self, layer: int, name: str) -> bool:
+        """Return whether the matrices of a stacked weight are in FP8 with a scale a block."""
+        keys = [(layer, 0, role) for role in _ROLES.get(name, ())]
+        return any(key in self._single and self._single[key].dtype == STORED for key in keys)
+
+    def _fp8_records(
+        self, path: str, layer: int, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> PackedRecords:
+        """Return records of a stack whose matrices the files hold in FP8 with a scale a block."""
+        keys = [[(layer, expert, role) for role in _ROLES[name]] for expert in range(shape[0])]
+        stored = [[(self._single.get(key), self._scales.get(key)) for key in one] for one in keys]
+        if any(values is None or scales is None for one in stored for values, scales in one):
+            raise ValueError(
+                f"{path}.{name}: not every expert is in the files of {self.folder} in FP8 with "
+                "scales; download the model again"
+            )
+
+        def one(expert: int) -> PackedWeight:
+            matrices = [
+                (self._codes(path, expert, values), self._read(path, expert, scales))
+                for values, scales in stored[expert]
+                if values is not None and scales is not None
+            ]
+            try:
+                weight = FP8Blocks.of_matrices(matrices, dtype)
+            except ValueError as error:
+                raise ValueError(f"{path}.{name}, expert {expert}: {error}") from error
+            if weight.shape != shape[1:]:
+                named = f"{path}.{name}, expert {expert}"
+                raise ValueError(_another_shape(named, weight.shape, shape[1:]))
+            return weight
+
+        return PackedRecords.one_by_one(one, shape)
+
+    def _codes(self, path: str, expert: int, tensor: StoredTensor) -> Tensor:
+        """Return the bytes of a matrix in FP8, uint8 in its shape."""
+        if tensor.dtype != STORED:
+            raise record_error(path, expert, f"{tensor.name} is {tensor.dtype}, not {STORED}")
+        try:
+            return tensor.content().view(tensor.shape)
+        except (ValueError, OSError) as error:
+            raise record_error(path, expert, str(error)) from error
 
     def _read(self, path: str, expert: int, tensor: StoredTensor) -> Tensor:
         try:

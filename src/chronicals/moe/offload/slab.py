@@ -67,13 +67,13 @@ class HostSlab:
         self.path = None if name is None else SHARED_FOLDER / f"chronicals-{name}"
         self.is_owner = True
         if self.path is None:
-            self._map = mmap.mmap(-1, max(self.bytes, RECORD_ALIGNMENT))
+            self._map: mmap.mmap | None = mmap.mmap(-1, max(self.bytes, RECORD_ALIGNMENT))
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
             try:
                 self._map = self._shared(self.path)
-            except ValueError:
+            except BaseException:
                 self._let_go()
                 raise
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -155,7 +155,9 @@ class HostSlab:
         if self.path is None or not self.is_owner:
             return
         said = {"count": self.count, "record_bytes": self.record_bytes, "sums": self.checksums}
-        _about(self.path).write_text(json.dumps(said))
+        written = _about(self.path).with_suffix(".new")
+        written.write_text(json.dumps(said))
+        written.replace(_about(self.path))
         assert self._lock is not None
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
@@ -166,13 +168,10 @@ class HostSlab:
         self._registered = []
         self.pinned = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._map = None  # unmapped when no tensor is in it any more
         if self.path is None or self._lock is None:
             return
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            pass  # another process reads it
-        else:
+        if self._locked_alone():
             for file in (self.path, _about(self.path)):
                 file.unlink(missing_ok=True)
         self._let_go()
@@ -180,44 +179,77 @@ class HostSlab:
     def _let_go(self) -> None:
         """Release the lock of shared memory."""
         if self._lock is not None:
+            # The map has a descriptor of its own, which would keep the lock.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
+    def _locked_alone(self) -> bool:
+        """Take the lock of shared memory for this process alone, if no other one has it.
+
+        Otherwise a lock that this process shares is released.
+        """
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
     def _shared(self, path: Path) -> mmap.mmap:
-        """Map shared memory: as its owner if no process has it, else when it is complete."""
+        """Map shared memory: as its owner if no process has it, else when it is complete.
+
+        Memory that no process has was left by one that was killed, and is filled anew.
+        """
+        self.is_owner = self._lock_shared(path)
+        assert self._lock is not None
+        if self.is_owner:
+            self._make_room(path)
+        else:
+            self._check_shared(path)
+        return mmap.mmap(self._lock, max(self.bytes, RECORD_ALIGNMENT))
+
+    def _lock_shared(self, path: Path) -> bool:
+        """Lock shared memory; return whether it is this process that fills it."""
         while True:
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            alone = self._locked_alone()
+            if not alone:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)  # until its owner has written all records
-            if path.exists() and os.fstat(self._lock).st_ino == path.stat().st_ino:
-                break
-            os.close(self._lock)  # its last reader freed it meanwhile
-        about = _about(path)
-        if not about.exists():  # its owner ended before it was complete, or this is the first
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.is_owner = not about.exists()
-        if self.is_owner:
-            free = os.statvfs(path.parent)
-            if self.bytes > free.f_bavail * free.f_frsize:
-                raise ValueError(
-                    f"{path}: the experts need {self.bytes / 2**30:,.1f} GiB of shared memory, and "
-                    f"{free.f_bavail * free.f_frsize / 2**30:,.1f} are free"
-                )
-            os.ftruncate(self._lock, max(self.bytes, RECORD_ALIGNMENT))
-        else:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-            said = json.loads(about.read_text())
-            if (said["count"], said["record_bytes"]) != (self.count, self.record_bytes):
-                raise ValueError(
-                    f"{path}: holds {said['count']} records of {said['record_bytes']} bytes, not "
-                    f"{self.count} of {self.record_bytes}; give another name"
-                )
-            if os.fstat(self._lock).st_size < self.bytes:
-                raise ValueError(f"{path}: was cut, so records at its end are missing; remove it")
-            self.checksums = said["sums"]
-        return mmap.mmap(self._lock, max(self.bytes, RECORD_ALIGNMENT))
+            is_there = path.exists() and os.fstat(self._lock).st_ino == path.stat().st_ino
+            if is_there and (alone or _about(path).exists()):
+                return alone
+            # Its owner ended before it was complete: one of those that waited takes its place.
+            if is_there and self._locked_alone():
+                return True
+            self._let_go()  # its last reader freed it meanwhile, or another one takes its place
+
+    def _make_room(self, path: Path) -> None:
+        """Make shared memory as large as the records, of which none is there."""
+        assert self._lock is not None
+        _about(path).unlink(missing_ok=True)
+        os.ftruncate(self._lock, 0)
+        free = os.statvfs(path.parent)
+        if self.bytes > free.f_bavail * free.f_frsize:
+            path.unlink()
+            raise ValueError(
+                f"{path}: the experts need {self.bytes / 2**30:,.1f} GiB of shared memory, and "
+                f"{free.f_bavail * free.f_frsize / 2**30:,.1f} are free"
+            )
+        os.ftruncate(self._lock, max(self.bytes, RECORD_ALIGNMENT))
+
+    def _check_shared(self, path: Path) -> None:
+        """Read the checksums of shared memory, and check that its records are of this size."""
+        assert self._lock is not None
+        said = json.loads(_about(path).read_text())
+        if (said["count"], said["record_bytes"]) != (self.count, self.record_bytes):
+            raise ValueError(
+                f"{path}: holds {said['count']} records of {said['record_bytes']} bytes, not "
+                f"{self.count} of {self.record_bytes}; give another name"
+            )
+        if os.fstat(self._lock).st_size < self.bytes:
+            raise ValueError(f"{path}: was cut, so records at its end are missing; remove it")
+        self.checksums = said["sums"]
 
 
 def _about(path: Path) -> Path:
@@ -232,6 +264,13 @@ def checksum_of(record: Tensor) -> int:
 
 @contextmanager
 def filling(slab: HostSlab) -> Iterator[bool]:
-    """A context for the process that fills a slab; yields whether that is this one."""
-    yield slab.is_owner
+    """A context for the process that fills a slab; yields whether that is this one.
+
+    The slab is closed if the context ends with an error.
+    """
+    try:
+        yield slab.is_owner
+    except BaseException:
+        slab.close()
+        raise
     slab.finish()
