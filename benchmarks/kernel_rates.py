@@ -79,6 +79,8 @@ from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_referenc
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.grouped_product import grouped_product
 from chronicals.kernels.grouped_weight_gradient import GATHER_SECOND, grouped_weight_gradient
+from chronicals.kernels.host_memory import PinnedTensors
+from chronicals.kernels.host_rows import host_rows, host_rows_reference
 from chronicals.kernels.invariant_product import invariant_product
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
@@ -1275,6 +1277,23 @@ def draws_of_tokens():
     )
 
 
+def rows_of_host_tables():
+    """``host_rows``: rows of 32,768 tokens from the embeddings of an 8B and a 70B, over the bus; beside
+    the host gathering them, which waits for the ids."""
+    for width in (4096, 8192):
+        pinned = PinnedTensors()
+        table = pinned.empty((128_256, width), torch.bfloat16, torch.device("cuda", 0))
+        table.normal_()
+        ids = torch.randint(len(table), (32768,), device="cuda")
+        arms = {"ours": host_rows, "host": host_rows_reference}
+        assert torch.equal(*(function(ids, table) for function in arms.values()))
+        yield Row(
+            f"host_rows {width}",
+            {name: partial(function, ids, table) for name, function in arms.items()},
+            bytes=2 * len(ids) * width,
+        )
+
+
 def experts():
     """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``,
     ``grouped_product`` and its gradient of the weights beside torch's, ``expert_glu``,
@@ -1426,6 +1445,7 @@ GROUPS = {
     "paged_attention": attention_over_pages,
     "invariant_product": products_of_fixed_tiles,
     "token_draws": draws_of_tokens,
+    "host_rows": rows_of_host_tables,
     "experts": experts,
     "experts_in_fp8": experts_in_fp8,
 }

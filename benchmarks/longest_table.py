@@ -3,7 +3,7 @@
     python benchmarks/longest_table.py [--rows 8B-24,70B-80]
     python benchmarks/longest_table.py --page   # writes the page again from the results
 
-About half a minute a row on a CPU. Nothing is trained: a row is the plan of the preset
+Half a minute a row on a CPU. Nothing is trained: a row is the plan of the preset
 ``long-context`` for a model without memory, one document a step. Each is written to
 ``results/longest-documents.json`` as it comes, in the place of an earlier one.
 """
@@ -67,9 +67,9 @@ seconds of a step; `--output` writes its recipe, which `train` takes. These are 
 QLoRA of rank 32 on all linear layers, one document a step. They are plans: {measured}.
 
 A step's time is mostly attention, whose work grows with the square of the length; it is told at the rates of {cards}. In host
-memory are inputs of layers and optimizer states: a host that has less holds fewer of them, and the document is shorter
-([memory](memory.md#long-documents)). What fits is what a run takes by itself, at most 90 % of the card. Unsloth's lengths are
-those that it publishes.
+memory are inputs of layers, optimizer states, and the embedding and the head: a host that has less holds fewer of them, and
+the document is shorter ([memory](memory.md#long-documents)). What fits is what a run takes by itself, at most 90 % of the
+card. Unsloth's lengths are those that it publishes.
 
 | model | card | longest document | Unsloth | | seconds a step | held | in host memory | settings |
 |---|---|---|---|---|---|---|---|---|

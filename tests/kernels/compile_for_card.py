@@ -177,6 +177,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "paged_attention": attention_over_pages,
         "invariant_product": products_of_fixed_tiles,
         "token_draws": draws_of_tokens,
+        "host_rows": rows_of_tables,
     }
     for rank in (0, 8, 64):
         found[f"experts {rank}"] = partial(experts, rank)
@@ -390,6 +391,15 @@ def draws_of_tokens() -> None:
         ones = torch.ones(4)
         keys = torch.zeros(4, dtype=torch.int64)
         draw_tokens(logits, logits.float(), ones, ones, keys, keys)
+
+
+def rows_of_tables() -> None:
+    """Rows that one program copies, and wide ones."""
+    from chronicals.kernels.host_rows import _gathered
+
+    for width in (896, 8192):
+        for ids in (torch.int32, torch.int64):
+            _gathered(torch.zeros(5, dtype=ids), torch.zeros(7, width, dtype=HALF))
 
 
 def magnitudes() -> None:

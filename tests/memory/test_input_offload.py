@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import families
+import tiny
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import InputOffload, offload, recompute
+from chronicals.memory.offload import device_of
 from chronicals.models import PresentedModel
 from chronicals.patching import fuse_weights, patch_parts, tile_layers
 from chronicals.policies.activation_offload import spread
@@ -138,3 +140,10 @@ def test_its_memory_goes_when_it_ends(model):
         room = weakref.ref(away._room)
     gc.collect()
     assert room() is None
+
+
+def test_the_device_is_that_of_the_layers_where_the_embedding_is_in_host_memory():
+    model = tiny.llama()
+    assert device_of(model) == torch.device("cpu")
+    model.model.layers.to("meta")
+    assert device_of(model) == torch.device("meta")

@@ -15,8 +15,11 @@ from chronicals.memory import (
     decoder_layers,
     draws_numbers,
     enable_gradient_checkpointing,
+    makes_tiles,
     recompute,
+    rows_of_tile,
     tiled,
+    tiles_of,
 )
 
 
@@ -180,3 +183,13 @@ def test_what_is_wide_exists_for_a_tile_alone(set_constants):
     mlp[1].register_forward_hook(lambda _, args, out: rows.append(len(out)))
     tiled(mlp, x).sum().backward()
     assert max(rows) == 5
+
+
+@pytest.mark.parametrize(
+    ("inner", "rows"), [(96, 4096), (14336, 4096), (20480, 4096), (20481, 2048), (28672, 2048)]
+)
+def test_tiles_of_wide_layers_have_fewer_rows(inner, rows):
+    assert rows_of_tile(inner) == rows
+    assert rows_of_tile(2**30) == 1024
+    assert [part.stop for part in tiles_of(2 * rows + 1, rows)] == [rows, 2 * rows, 2 * rows + 1]
+    assert makes_tiles(rows + 1, rows) and not makes_tiles(rows, rows)

@@ -10,7 +10,9 @@ import families
 import runs
 import tiny
 from chronicals.models import reach_positions
-from chronicals.models.rope_scaling import yarn_factor
+from chronicals.models import rope_scaling as module
+from chronicals.models.rope_scaling import scaling_factor
+from mutants import mutant
 
 
 def test_it_is_refused_with_the_field_and_its_factor():
@@ -56,12 +58,82 @@ def test_yarn_that_reaches_is_left_and_one_that_does_not_grows():
     assert model.config.rope_parameters["original_max_position_embeddings"] == 128
 
 
-def test_other_rotations_are_not_stretched():
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    model = families.build("llama", rope_parameters=rope)
-    with pytest.raises(ValueError, match="rope_type llama3, and YaRN starts from plain"):
-        reach_positions(model, 1000, "yarn")
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+"""As of Llama 3.1, whose model was trained with 16 times as many positions."""
+
+
+def llama31(**changes):
+    rope = {**LLAMA31, **changes}
+    return families.build("llama", rope_parameters=rope, max_position_embeddings=256)
+
+
+def test_the_table_of_llama_3_is_a_limit_of_its_training_alone():
+    """transformers computes its frequencies for any position; the factor is within the 256."""
+    model = llama31()
+    reach_positions(model, 256, None)
+    with pytest.raises(
+        ValueError, match=r"rope_scaling='llama3' \(its factor would be 24\), rope_s"
+    ):
+        reach_positions(model, 669, None)
+    with pytest.raises(ValueError, match="rope_scaling='off' to train beyond them as they are"):
+        reach_positions(model, 669, None)
+    assert model.config.rope_parameters == LLAMA31
+    ids = torch.randint(1, families.VOCABULARY, (1, 669))
+    reach_positions(model, 669, "off")
+    assert model(input_ids=ids).logits.isfinite().all()
+
+
+def compare_with_theirs(reach, caplog):
+    model = llama31()
+    theirs = llama31(factor=24.0)
+    theirs.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.INFO):
+        reach(model, 669, "llama3")
+    assert "llama3 with factor 24, from 256 to 768 positions" in caplog.text
+    assert model.config.rope_parameters == {**LLAMA31, "factor": 24.0}
+    ids = torch.randint(1, families.VOCABULARY, (1, 669))
+    states = [one(input_ids=ids).logits for one in (model, theirs, llama31())]
+    assert torch.equal(states[0], states[1])
+    reach(model, 768, None)
+    # the slowest pair turns over 768 positions as far as it did over 256
+    slow = [one.get_decoder().rotary_emb.inv_freq[-1].item() for one in (model, llama31())]
+    assert slow[0] * 768 == pytest.approx(slow[1] * 256)
+
+
+def test_llama_3_grows_its_own_factor(caplog):
+    compare_with_theirs(reach_positions, caplog)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "factor * math.ceil(longest / int(text.max_position_embeddings))",
+            "1.0 * math.ceil(longest / int(text.max_position_embeddings))",
+        ),
+        ("type(decoder.rotary_emb)(config=text).to(device)", "decoder.rotary_emb"),
+    ],
+)
+def test_planted_faults_of_llama_3_are_found(old, new, caplog):
+    broken = mutant(module, old, new)
+    with pytest.raises(AssertionError):
+        compare_with_theirs(broken.reach_positions, caplog)
+
+
+def test_a_scaling_starts_from_its_own_frequencies():
+    with pytest.raises(
+        ValueError, match="rope_type llama3.*plain frequencies; set rope_scaling='llama3'"
+    ):
+        reach_positions(llama31(), 1000, "yarn")
+    with pytest.raises(ValueError, match="rope_type default.*set rope_scaling='yarn'"):
+        reach_positions(families.build("llama"), 1000, "llama3")
     gemma = families.build("gemma3")
     with pytest.raises(ValueError, match="no single rotary embedding"):
         reach_positions(gemma, 1000, "yarn")
@@ -79,5 +151,5 @@ def test_a_run_stretches_and_its_model_says_so(tmp_path):
     with pytest.raises(ValueError, match="rope_scaling='yarn'"):
         runs.train(tmp_path / "refused", rows, model=model, max_steps=1)
     runs.train(tmp_path / "run", rows, model=model, max_steps=1, rope_scaling="yarn")
-    factor = yarn_factor(model, 65)
+    factor = scaling_factor(model, 65)
     assert factor == 2 and model.config.rope_parameters["factor"] >= factor

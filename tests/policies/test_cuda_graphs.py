@@ -49,6 +49,24 @@ def test_without_room_for_the_pool_steps_run_without_graphs():
     )
 
 
+def test_where_gradients_cannot_stay_for_graphs_the_run_fits_without_them():
+    """One micro-batch: the memory is that of a run that turned graphs off, and nothing is asked."""
+
+    def one(total, **fields):
+        usual = {"gradient_accumulation_steps": 1, "memory": ["recompute_layers"], "batch_size": 16}
+        return facts(total, **usual, **fields)
+
+    roomy = fitted(one(10**12)).held
+    turned_off = fitted(one(10**12, use_cuda_graphs=False)).held
+    assert roomy - turned_off > 100 * 2**20
+    tight = int((turned_off + roomy) / 2 / RESERVE)
+    made = decide(one(tight))["use_cuda_graphs"]
+    assert not made.runs and made.reason == "no room for gradients that stay between their steps"
+    assert fitted(one(tight)).held == turned_off
+    asked = expected_memory(one(tight, use_cuda_graphs=True))[1]
+    assert not asked.without_graphs and not asked.fits
+
+
 def test_graphs_that_were_asked_for_run_all_the_same():
     held, _ = sizes()
     assert decide(facts(int(held / RESERVE) + 2, use_cuda_graphs=True))["use_cuda_graphs"].runs

@@ -21,7 +21,11 @@ from chronicals.policies.policy import POLICIES, MemoryLoad
 
 TILED = POLICIES["tiled_layers"]
 OFFLOAD = POLICIES["activation_offload"]
-BOTH = {"memory": ["tiled_layers", "offload_activations"], "batch_size": 1}
+BOTH = {
+    "memory": ["tiled_layers", "offload_activations"],
+    "batch_size": 1,
+    "use_cuda_graphs": False,
+}
 GIB = 2**30
 
 

@@ -75,6 +75,7 @@ MemoryPolicy = Literal[
     "recompute_elementwise",
     "recompute_layers",
     "offload_activations",
+    "offload_embeddings",
     "offload_experts",
     "offload_frozen_weights",
     "offload_optimizer_states",
@@ -83,7 +84,7 @@ MemoryPolicy = Literal[
     "optimizer_in_backward",
     "reduce_in_backward",
 ]
-RopeScaling = Literal["yarn", "off"]
+RopeScaling = Literal["yarn", "llama3", "off"]
 Fit = Literal["off", "settings", "auto"]
 """What ``fit`` may change so that a run fits its card, before the first step and after it."""
 
@@ -463,7 +464,8 @@ class ChronicalsConfig:
     rope_scaling: RopeScaling | None = Field(
         default=None,
         description="Documents longer than the model's positions: yarn stretches its rotary "
-        "embedding by the factor that they need; off trains beyond as it is (default: an error)",
+        "embedding by the factor that they need, llama3 that of Llama 3.1; off trains beyond as it "
+        "is (default: an error)",
     )
     dataset_num_proc: Positive | None = Field(
         default=None,

@@ -112,7 +112,7 @@ class ActivationOffload:
 
     def _new_tape(self, module: nn.Module) -> _Tape:
         """Return the tape of a pass that begins."""
-        device = next(module.parameters()).device
+        device = device_of(module)
         if device != self.device:  # the module has moved, or this is its first pass
             self.device = device
             self.free = {}
@@ -143,6 +143,12 @@ class ActivationOffload:
             if free
             else torch.empty(rounded, dtype=torch.uint8, pin_memory=self.streams is not None)
         )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device on which a module runs; some of its weights may be in host memory."""
+    devices = {parameter.device for parameter in module.parameters()}
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 class InputOffload(ActivationOffload):

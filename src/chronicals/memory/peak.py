@@ -62,6 +62,7 @@ STATES = "optimizer states and masters"
 GRADIENTS = "gradients"
 HEAD_GRADIENT = "gradient of the head and its fp32 sum"
 ACTIVATIONS = "activations that layers keep"
+HEAD_COPY = "head, copied from host memory"
 HIDDEN_STATES = "hidden states at the loss, and their gradient"
 LOGITS = "logits of a chunk"
 WORKING = "one layer in its backward pass"
@@ -278,11 +279,13 @@ class Estimate:
         working: the layer whose backward pass runs, with the activations it kept.
         window: with offload, saved tensors on the GPU; else empty.
         logits: of ``loss``, the logits of a chunk.
+        head_copy: a head that is in host memory, and on the GPU during the loss alone; else 0.
         named: the bytes of ``fixed`` by part; what they leave is ``OTHERS``.
         tables: gradients of head and embedding.
         away: bytes in host memory by part, without the activations that are offloaded.
         update: bytes that an update needs beside the gradients; 0 on a card.
         pooled: True if CUDA graphs have a memory pool of their own beside these bytes.
+        without_graphs: True if CUDA graphs were permitted, and these are the bytes without them.
         moved_inputs: of layers that run in tiles, number of those whose inputs are in host memory;
             None where inputs are not offloaded.
     """
@@ -296,11 +299,13 @@ class Estimate:
     working: Mapping[str, int] = field(default_factory=dict)
     window: Mapping[str, int] = field(default_factory=dict)
     logits: int = 0
+    head_copy: int = 0
     named: Mapping[str, int] = field(default_factory=dict)
     away: Mapping[str, int] = field(default_factory=dict)
     tables: TableBytes = TableBytes()
     update: int = 0
     pooled: bool = False
+    without_graphs: bool = False
     moved_inputs: int | None = None
 
     def moving_inputs(self, most: int) -> Estimate:
@@ -378,11 +383,13 @@ class Estimate:
                 ACTIVATIONS: saved,
                 HIDDEN_STATES: self.loss - self.logits,
                 LOGITS: self.logits,
+                HEAD_COPY: self.head_copy,
                 HEAD_GRADIENT: tables.summed,
             },
             "the gradient of the head": {
                 ACTIVATIONS: saved,
                 HIDDEN_STATES: self.loss - self.logits,
+                HEAD_COPY: self.head_copy,
                 HEAD_GRADIENT: tables.returned,
             },
             "the backward pass of the last layer": {

@@ -211,6 +211,12 @@ TILE = 4096
 """Rows of a tile: enough for matrix products to run at full speed."""
 
 
+TILE_WIDTH = 20480
+"""Widest gated unit of which a tile has ``TILE`` rows."""
+
+LEAST_TILE = 1024
+"""Fewest rows of a tile, however wide a layer is."""
+
 GROUP_ROWS = 1 << 18
 """Rows of queries, of all heads together, in one call of attention over some heads.
 
@@ -234,14 +240,36 @@ def heads_at_a_time(tokens: int, heads: int, key_heads: int, together: int = 1) 
     return min(least, key_heads)
 
 
-def tiles_of(rows: int) -> list[slice]:
-    """Return the tiles of ``rows`` rows, in order; the last one may be shorter."""
-    return [slice(start, min(start + TILE, rows)) for start in range(0, rows, TILE)]
+def rows_of_tile(inner: int) -> int:
+    """Return the rows of a tile of a layer that runs in tiles as a whole.
+
+    A product does as much work for each row as it is wide, so wide layers need fewer rows to run at
+    full speed: those of a 70B 2048. Half of the rows are taken until a gated unit of them has as many
+    elements as ``TILE`` rows of ``TILE_WIDTH``.
+
+    Args:
+        inner: width of the gated unit.
+    """
+    rows = TILE
+    while rows * inner > TILE * TILE_WIDTH and rows > LEAST_TILE:
+        rows //= 2
+    return rows
 
 
-def makes_tiles(rows: int) -> bool:
-    """Return True if ``rows`` rows are more than one tile."""
-    return rows > TILE
+def tiles_of(rows: int, tile: int | None = None) -> list[slice]:
+    """Return the tiles of ``rows`` rows, in order; the last one may be shorter.
+
+    Args:
+        rows: their number.
+        tile: rows of a tile; ``TILE`` by default.
+    """
+    step = tile or TILE
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def makes_tiles(rows: int, tile: int | None = None) -> bool:
+    """Return True if ``rows`` rows are more than one tile, of ``TILE`` rows by default."""
+    return rows > (tile or TILE)
 
 
 def tiled(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.linear_head import Adapter, Rows
+from chronicals.models.host_tables import weight_in_use
 from chronicals.quantization import PackedLinear, packed_weight
 from chronicals.quantization.bitsandbytes import is_of_bitsandbytes, shared
 
@@ -178,7 +179,8 @@ or None.
 def read_head(model: Any) -> Head:
     """Return the current head of a causal language model.
 
-    Its adapters may be switched off or merged later, so callers read it again when they need it.
+    Its adapters may be switched off or merged later, so callers read it again when they need it. A
+    table in host memory is copied to the card.
 
     Raises:
         UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one
@@ -207,4 +209,4 @@ def read_head(model: Any) -> Head:
         if value is not None:
             scale *= factor(value)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(layer.weight, layer.bias, scale, softcap, adapter, rows)
+    return Head(weight_in_use(layer), layer.bias, scale, softcap, adapter, rows)

@@ -33,6 +33,7 @@ from chronicals.models.four_bits import (
     quantising_while_reading,
 )
 from chronicals.models.gguf_loading import load_gguf
+from chronicals.models.host_tables import table_of
 from chronicals.models.preparing import is_prepared, preparing_by
 from chronicals.models.rows import STORED_ROWS, NotByRows, StoredRows, parameters_on_meta
 from chronicals.models.saved_tokenizer import as_declared
@@ -495,9 +496,12 @@ def embedding_table(model: Any) -> torch.Tensor:
 
 
 def input_device(model: Any) -> torch.device:
-    """Return the device for token ids: where the embedding is, or where it will be moved."""
+    """Return the device for token ids: where the embedding is used, or where it will be moved."""
     coming: torch.device | None = vars(model).get(RUNS_ON)
-    return embedding_table(model).device if coming is None else coming
+    if coming is not None:
+        return coming
+    table = table_of(model.get_input_embeddings())
+    return embedding_table(model).device if table is None else table.device
 
 
 def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:

@@ -142,7 +142,8 @@ def positions_missing(model: Any, longest: int) -> str:
     """Return in words that documents are longer than ``model`` was made for; empty if not.
 
     Configurations differ in whether ``max_position_embeddings`` includes the scaling of rotary
-    positions; nothing is said of lengths that only one of the two readings covers.
+    positions; nothing is said of lengths that only one of the two readings covers. That of
+    ``llama3`` always does: 131,072 of Llama 3.1, whose factor of 8 is one of 8,192 positions.
     """
     model = within_adapters(model)
     text = model.config.get_text_config()
@@ -151,7 +152,11 @@ def positions_missing(model: Any, longest: int) -> str:
         return ""
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    if longest <= stated * max(float(part.get("factor") or 1.0) for part in parts):
+    factors = [
+        1.0 if part.get("rope_type") == "llama3" else float(part.get("factor") or 1.0)
+        for part in parts
+    ]
+    if longest <= stated * max(factors):
         return ""
     return _too_long(model, longest, stated)
 

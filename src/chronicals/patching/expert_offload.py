@@ -29,6 +29,7 @@ from chronicals.models.loading import (
 )
 from chronicals.models.preparing import preparing
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
+from chronicals.moe.lookahead.predictor import ExpertPredictor
 from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.eviction import (
@@ -38,6 +39,7 @@ from chronicals.moe.offload.eviction import (
     Expert,
 )
 from chronicals.moe.offload.files import ExpertFiles
+from chronicals.moe.offload.heads import HEADS, FromHeads, heads_named, names_heads
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.records import expert_modules, stream_experts
@@ -127,7 +129,7 @@ def offload(
     disk: str | None = None,
     mode: str = "exact",
     policy: str | EvictionPolicy = "lru",
-    predictor: str | Predictor | None = "last",
+    predictor: str | Path | Predictor | None = "last",
     trace: Mapping[Expert, int] | None = None,
     device: torch.device | str | None = None,
     io: str | Path | None = None,
@@ -154,7 +156,8 @@ def offload(
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
-            last pass, None none, or an object.
+            last pass, None none, a folder those that its heads predict (``chronicals moe
+            predict-train``), ``heads`` those that a native model's own heads do; or an object.
         trace: for ``static``, how often each expert of each layer was chosen.
         device: device of the model; by default a card if there is one.
         io: file for a line an event (``io.jsonl`` of a folder that the web page shows).
@@ -175,29 +178,36 @@ def offload(
         place = torch.device("cuda", torch.cuda.current_device())
     size = bytes_of(vram, "vram")
     chosen = policy_named(policy, trace)
-    expected = predictor_named(predictor)
+    expected = None if names_heads(predictor) else predictor_named(predictor)
     host = available_memory() if ram is None else bytes_of(ram, "ram")
     budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
     if isinstance(model_or_folder, (str, Path)):
         if mode == SOFT and Path(model_or_folder).is_dir():
             shared_experts_of(load_without_weights(Path(model_or_folder)))
         model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
-        if mode == SOFT:
-            with closing_if_refused(engine):
-                check_shared_experts(model)
+        with closing_if_refused(engine):
+            heads = _checked(model, mode, predictor)
     else:
         if dtype is not None or quantization is not None:
             raise ValueError(
                 "dtype and quantization are for a folder that is loaded; this model is loaded already"
             )
         model = model_or_folder
-        if mode == SOFT:
-            check_shared_experts(model)
+        heads = _checked(model, mode, predictor)
         engine = hold_experts(model, budgets, shared)
     model.to(place)
+    if heads is not None:
+        expected = FromHeads(heads, model)
     file = None if io is None else Path(io)
     open_experts(model, engine, budgets, place, chosen, expected, file, mode)
     return model
+
+
+def _checked(model: Any, mode: str, predictor: Any) -> ExpertPredictor | None:
+    """Return the heads that ``predictor`` names, if any; refuse what does not fit the model."""
+    if mode == SOFT:
+        check_shared_experts(model)
+    return heads_named(predictor, model) if names_heads(predictor) else None
 
 
 @contextmanager
@@ -334,7 +344,7 @@ def policy_named(
     return POLICIES[policy]()
 
 
-def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
+def predictor_named(predictor: str | Path | Predictor | None) -> Predictor | None:
     """Return a predictor by its name, or the one given.
 
     Raises:
@@ -344,7 +354,10 @@ def predictor_named(predictor: str | Predictor | None) -> Predictor | None:
         return predictor
     if predictor == "last":
         return Repeating()
-    raise ValueError(f"predictor={predictor!r}: expected 'last', None or a Predictor")
+    raise ValueError(
+        f"predictor={str(predictor)!r}: expected 'last', '{HEADS}', None, a Predictor, or a folder "
+        "with trained heads (chronicals moe predict-train)"
+    )
 
 
 def hold_experts(

@@ -1,7 +1,7 @@
 """A fused decoder layer in tiles of rows and groups of heads, recomputed in the backward pass.
 
 Everything but attention works row by row: norms, products with their adapters, rotation, the gated
-unit. It runs on a tile of rows at a time in both passes (``memory.recompute.TILE``; sequence tiling,
+unit. It runs on a tile of rows at a time in both passes (``memory.rows_of_tile``; sequence tiling,
 Bekman et al., 2025), attention on a few key heads with their queries at a time. A layer keeps its
 input. The backward pass is, for the gradient dy of the output:
 
@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chronicals.kernels.dropped_products import RepeatedSeeds
 from chronicals.kernels.launch import differentiable_once, with_padding
-from chronicals.memory import heads_at_a_time, recomputation, tiles_of
+from chronicals.memory import heads_at_a_time, recomputation, rows_of_tile, tiles_of
 from chronicals.patching.halves import AttentionHalf, GradientRequest, MLPHalf, PackedTokens
 
 TILES_LAYER = "_chronicals_tiles_layer"
@@ -75,12 +75,14 @@ class TiledLayer:
         attention: the attention half.
         mlp: the MLP half.
         tokens: positions of the rows, and how they attend.
+        tile: rows of a tile.
         seeds: of the adapters' dropout, the same in each pass.
     """
 
     attention: AttentionHalf
     mlp: MLPHalf
     tokens: PackedTokens
+    tile: int
     seeds: RepeatedSeeds = field(default_factory=RepeatedSeeds)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class TiledLayer:
             attended = []
             while groups:
                 attended.append(self._attend(groups.pop(0)).detach())
-            for rows in tiles_of(len(x)):
+            for rows in tiles_of(len(x), self.tile):
                 y[rows] = self._outputs(rows, x[rows], self._rows_of(attended, rows))
         return y
 
@@ -137,7 +139,7 @@ class TiledLayer:
     def _heads(self, x: Tensor) -> list[HeadGroup]:
         """Return queries, keys and values of all rows by groups of heads."""
         groups: list[HeadGroup] = []
-        for rows in tiles_of(len(x)):
+        for rows in tiles_of(len(x), self.tile):
             q, k, v, _ = self._heads_of(rows, x[rows])
             if not groups:
                 groups = self._room(q, k, v, len(x))
@@ -217,7 +219,7 @@ class TiledLayer:
         dr = torch.empty_like(x)
         gradients = [torch.empty_like(part) for part in attended]
         widths = [part[0].numel() for part in attended]
-        for rows in tiles_of(len(x)):
+        for rows in tiles_of(len(x), self.tile):
             residual = x[rows].detach().requires_grad_()
             given = self._rows_of(attended, rows).requires_grad_()
             with torch.enable_grad():
@@ -236,7 +238,7 @@ class TiledLayer:
         sums: GradientSums,
     ) -> None:
         """Write the gradient of x over that of the residual, tile by tile."""
-        for rows in tiles_of(len(x)):
+        for rows in tiles_of(len(x), self.tile):
             tile = x[rows].detach().requires_grad_(needs_x)
             with torch.enable_grad():
                 *heads, residual = self._heads_of(rows, tile, skip_output=True)
@@ -337,5 +339,6 @@ def run_in_tiles(
     """
     mlp.tiles = False  # the tiles of the layer are those of its MLP
     trained = [p for p in layer.parameters() if p.requires_grad]
-    out: Tensor = _TiledLayer.apply(x, TiledLayer(attention, mlp, tokens), *trained)
+    tile = rows_of_tile(mlp.last.merged.base.width)
+    out: Tensor = _TiledLayer.apply(x, TiledLayer(attention, mlp, tokens, tile), *trained)
     return out

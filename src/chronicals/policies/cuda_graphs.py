@@ -64,11 +64,18 @@ class CudaGraphs(Switch):
         if decision.runs and self.has_no_room(facts, course.fitted):
             pool = course.fitted.pool / GIB
             reason = f"no room for the {pool:.1f} GiB of their memory pool beside a step's"
+            if course.fitted.memory.without_graphs:
+                reason = "no room for gradients that stay between their steps"
             return Decision(self.name, False, reason, matters=self.matters)
         return decision
 
     def has_no_room(self, facts: Facts, fitted: Fitted) -> bool:
-        """Return whether the pool does not fit beside the step, and nobody asked for graphs."""
+        """Return whether the pool does not fit beside the step, and nobody asked for graphs.
+
+        Where not even gradients that stay for them would fit, the memory is that of steps without.
+        """
+        if fitted.memory.without_graphs:
+            return True
         total = fitted.memory.total
         full = fitted.held + fitted.pool > RESERVE * total
         return bool(total) and full and self.name not in facts.config.explicit

@@ -63,6 +63,14 @@ EXCLUSIONS: list[Exclusion] = [
     ),
     Exclusion(
         "divided weights",
+        "offload_embeddings",
+        "memory=['offload_embeddings'] moves tables that are whole",
+    ),
+    Exclusion(
+        "use_torch_compile", "offload_embeddings", "tables in host memory are read by the card"
+    ),
+    Exclusion(
+        "divided weights",
         "reduce_in_backward",
         "it sums gradients by itself: leave memory=['reduce_in_backward'] out",
     ),

@@ -122,6 +122,11 @@ class Facts:
         return is_large if self.config.use_fp8 and trains_all else None
 
     @property
+    def element(self) -> int:
+        """Bytes of an element of products, activations and frozen weights."""
+        return PRODUCT_TYPES[self.config.mixed_precision].itemsize
+
+    @property
     def tokens(self) -> int:
         """Tokens of one forward pass of a process."""
         return self.config.batch_size * self.config.max_seq_length // self.context

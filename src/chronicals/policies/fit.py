@@ -295,14 +295,21 @@ def in_memory(facts: Facts, recomputed: Decision | None = None) -> tuple[Facts, 
 
 
 def can_fit(facts: Facts) -> bool:
-    """Return whether any settings that change no result fit the card; the leanest come first."""
+    """Return whether any settings that change no result fit the card."""
+    return any(fits(replace(facts, config=config)) for config in leanest_first(facts))
+
+
+def leanest_first(facts: Facts) -> list[ChronicalsConfig]:
+    """Return the configurations of a run that change no result; those that save most come first."""
     changed = [changes[-1].config for changes in combinations(facts)]
-    for config in (*reversed(changed), facts.config):
-        settled, sharding = settle_sharding(replace(facts, config=config))
-        memory = expected_memory(settled)[1]
-        if memory.fits and fit_to_memory(settled, sharding, memory).fits:
-            return True
-    return False
+    return [*reversed(changed), facts.config]
+
+
+def fits(facts: Facts) -> bool:
+    """Return whether a run fits its card as it is configured."""
+    settled, sharding = settle_sharding(facts)
+    memory = expected_memory(settled)[1]
+    return memory.fits and fit_to_memory(settled, sharding, memory).fits
 
 
 def why_impossible(changed: Facts, facts: Facts) -> str | None:

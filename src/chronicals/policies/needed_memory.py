@@ -27,6 +27,7 @@ from chronicals.memory import (
     estimate,
 )
 from chronicals.memory.peak import (
+    FROZEN_WEIGHTS,
     PACKED_WEIGHTS,
     PADDING,
     WORKSPACES,
@@ -37,7 +38,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import moment_bytes
-from chronicals.policies.facts import GATHERED_TYPES, PRODUCT_TYPES, Facts
+from chronicals.policies.facts import GATHERED_TYPES, Facts
 from chronicals.policies.policy import MemoryLoad, Remedy, policies, policies_by_cost
 from chronicals.quantization import Dense, columns_for, packed_modules, packed_words
 
@@ -80,7 +81,8 @@ MEASURED_WAYS = 3
 def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     """Return whether gradients are summed and freed in the backward pass, and the estimate.
 
-    They are if asked for, or if all gradients together would not fit.
+    They are if asked for, or if all gradients together would not fit. CUDA graphs that nobody asked
+    for are left out where the gradients that stay for them do not fit, and others do.
     """
     config = facts.config
     shares_states = facts.ranks > 1 and config.sharding != "none" and not facts.divides_weights
@@ -88,8 +90,15 @@ def expected_memory(facts: Facts) -> tuple[bool, Estimate]:
     frees = may_free and "reduce_in_backward" in config.memory_policies
     memory = _estimated(facts, frees)
     wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
-    if may_free and config.card_decides and not wants_graphs and not memory.fits:
+    if memory.fits or wants_graphs:
+        return frees, memory
+    if may_free and config.card_decides:
         return True, _estimated(facts, True)
+    if config.use_cuda_graphs:
+        eager = replace(facts, config=config.fitted(use_cuda_graphs=False))
+        without = _estimated(eager, frees)
+        if without.fits:
+            return frees, replace(without, without_graphs=True)
     return frees, memory
 
 
@@ -109,7 +118,7 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
 def _estimated(facts: Facts, frees: bool) -> Estimate:
     """Return the estimate of a run with all policies that it asks for."""
     config = facts.config
-    element = PRODUCT_TYPES[config.mixed_precision].itemsize
+    element = facts.element
     count = sum(p.numel() for p in facts.trained)
     accumulates = config.gradient_accumulation_steps > 1
     # Trained bf16 weights leave the lower half of an fp32 master to the optimizer's states.
@@ -155,10 +164,13 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         memory,
         fixed=memory.fixed + load.fixed,
         gradients=gradients,
+        head_copy=load.head_copy,
         total=facts.total,
         away=load.host,
         pooled=load.pooled,
     )
+    if load.moved:
+        memory = memory.beside(FROZEN_WEIGHTS, -load.moved)
     if facts.fuses_halves:
         memory = memory.beside(PADDING, padding_bytes(facts, load.step))
     if facts.on_host:

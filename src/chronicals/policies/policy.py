@@ -70,6 +70,8 @@ class MemoryLoad:
         gradients_stay: True if gradients exist during a forward pass; else the peak is the larger
             one of activations and gradients, not their sum.
         fixed: further bytes that exist all the time.
+        moved: bytes of frozen embeddings and heads that are in host memory.
+        head_copy: bytes of a copy of the head that exists during the loss alone.
         gradients: further bytes of gradients that the backward pass makes.
         host: bytes in host memory, by what they are.
         workspaces: number of workspaces of cuBLAS.
@@ -84,6 +86,8 @@ class MemoryLoad:
     gradient: float
     gradients_stay: bool
     fixed: int = 0
+    moved: int = 0
+    head_copy: int = 0
     gradients: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
     workspaces: int = WORKSPACES
@@ -380,6 +384,7 @@ _LOG_ORDER = (
     "tiled_layers",
     "tiled_mlp",
     "offload_frozen_weights",
+    "offload_embeddings",
     "offload_experts",
     "sharding",
     "reduce_in_backward",

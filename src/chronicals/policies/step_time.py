@@ -288,6 +288,7 @@ class StepWork:
         offloaded: bytes that go to host memory beside a forward pass, and come back beside its
             backward pass.
         exchanged: bytes that come from host memory beside the update, and go back.
+        fetched: bytes that come from host memory in a forward pass while the card waits for them.
         sent: bytes to other cards beyond what every setting sends once a step. They are not in ``at``:
             plans count all that is sent.
         replayed: True if the card replays the step, without waiting for the host.
@@ -308,6 +309,7 @@ class StepWork:
     again: float = 0.0
     offloaded: float = 0.0
     exchanged: float = 0.0
+    fetched: float = 0.0
     sent: float = 0.0
     replayed: bool = False
 
@@ -370,7 +372,9 @@ class StepWork:
         rounds = self.micro_batches
         moving = self.offloaded / rates.host
         copies = max(0.0, moving - sum(forward)) + max(0.0, moving - sum(backward))
-        copies = rounds * copies + max(0.0, self.exchanged / rates.host - optimizer)
+        copies = rounds * (copies + self.fetched / rates.host) + max(
+            0.0, self.exchanged / rates.host - optimizer
+        )
         passes = [forward, backward]
         passes += [each.layers.seconds(each.job, rates) for each in self.forwards]
         multiplied, attended, elementwise = (rounds * sum(parts) for parts in zip(*passes))

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from chronicals.memory import makes_tiles
-from chronicals.memory.recompute import TILE
+from chronicals.memory import makes_tiles, rows_of_tile
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
@@ -44,11 +43,16 @@ class TiledLayers(TilingPolicy):
             return f"a part of the layers of {name} does not run fused; take recompute_layers"
         return None
 
+    def tile(self, facts: Facts) -> int:
+        """Return the rows of a tile, fewer where layers are wide."""
+        return rows_of_tile(ModelShape.of(facts.model.config).inner)
+
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
         """Return ``load`` with layers that hold a tile and a group of heads at a time."""
-        if not makes_tiles(load.step.tokens):
+        rows = self.tile(facts)
+        if not makes_tiles(load.step.tokens, rows):
             return load
-        tiles = LayerTiles(TILE, facts.exchanging if facts.context > 1 else 1)
+        tiles = LayerTiles(rows, facts.exchanging if facts.context > 1 else 1)
         if trains_layers(facts.model):
             shape = ModelShape.of(facts.model.config)
             weights = facts.model.get_decoder().layers[0].parameters()
@@ -62,10 +66,11 @@ class TiledLayers(TilingPolicy):
 
         What is computed again is counted as recomputation.
         """
-        if not makes_tiles(facts.tokens):
+        rows = self.tile(facts)
+        if not makes_tiles(facts.tokens, rows):
             return work
         shape = work.job.shape
-        tiles = -(-work.job.tokens // TILE)
+        tiles = -(-work.job.tokens // rows)
         forward = len(work.forward.products) + OTHER_KERNELS / 3
         backward = len(work.backward.products) + 2 * OTHER_KERNELS / 3
         kernels = shape.layers * (tiles - 1) * (2 * forward + backward)
@@ -78,7 +83,7 @@ class TiledLayers(TilingPolicy):
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of several tiles."""
-        offered = makes_tiles(facts.tokens // OFFERED_TILES)
+        offered = makes_tiles(facts.tokens // OFFERED_TILES, self.tile(facts))
         return super().settings(facts) if offered else iter(())
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chronicals.memory import makes_tiles
+from chronicals.memory.recompute import TILE
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Stage
 
@@ -13,9 +14,13 @@ class TilingPolicy(Policy):
     only_time = True
     stage = Stage.MODULES
 
+    def tile(self, facts: Facts) -> int:
+        """Return the rows of a tile."""
+        return TILE
+
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide as for any policy, but only for batches of more rows than a tile."""
         decision = super().decide(facts, course)
-        if decision.runs and not makes_tiles(facts.tokens):
+        if decision.runs and not makes_tiles(facts.tokens, self.tile(facts)):
             return Decision(self.name, False, "a batch has no more rows than a tile")
         return decision

@@ -190,6 +190,8 @@ class ExpertEngine:
         if self.is_closed:
             return
         self.is_closed = True
+        if self.predictor is not None:
+            self.predictor.close()
         if self.device is not None:
             self._copies.finish()
         self.log.close()

@@ -43,6 +43,9 @@ class Predictor(ABC):
         """Return the experts that a layer chose last, for a backward pass."""
         return self._last.get(layer, [])
 
+    def close(self) -> None:  # noqa: B027  most predictors change nothing
+        """Undo what it changed of a model; called when the engine closes."""
+
     @abstractmethod
     def expected(self, layer: int, told: Sequence[int]) -> list[int]:
         """Return the experts that a layer is expected to choose."""
