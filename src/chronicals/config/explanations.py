@@ -1,4 +1,4 @@
-"""What is wrong with the fields of a configuration, in a line for each mistake."""
+"""Errors of a configuration, with a line for each field that is wrong."""
 
 from __future__ import annotations
 
