@@ -108,18 +108,35 @@ def test_the_same_bits_at_every_budget(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
 @pytest.mark.parametrize("predictor", [None, "last", "wrong"])
-def test_neither_policy_nor_predictor_changes_a_bit(policy, predictor):
-    model = build("Qwen3Moe")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_neither_policy_nor_predictor_changes_a_bit(name, policy, predictor):
+    model = build(name)
     expected = resident(model)
-    trace = {(layer, expert): 7 * expert % 5 for layer in range(2) for expert in range(EXPERTS)}
+    layers = len(layers_of(model))
+    trace = {
+        (layer, expert): 7 * expert % 5 for layer in range(layers) for expert in range(EXPERTS)
+    }
     expects = AlwaysWrong() if predictor == "wrong" else predictor
-    for slots in (EACH + 2, 6, 11):
+    for slots in sorted({7, *budgets(model)}):
         streamed = offloaded(model, slots, policy=policy, trace=trace, predictor=expects)
         for tokens in (1, 19, 1, 1, 2, 1):
             assert_same_bits(expected, streamed, ids_of(tokens))
         report = streamed.offload.report()
         assert report.fallback_mass == 0 and report.hits + report.misses > 0
         streamed.offload.close()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.61, 0.97])
+def test_slots_fill_the_budget_and_no_more(share):
+    """Within 2 %, where an expert is less than that of it."""
+    model = families.routed("Qwen3Moe", num_experts=128, num_hidden_layers=3)
+    experts = sum(p.nbytes for _, module in layers_of(model) for p in module.parameters())
+    budget = int(share * experts) + 77
+    streamed = chronicals.offload(model, vram=budget, ram="1GiB", device="cpu")
+    engine, report = streamed.offload.engine, streamed.offload.report()
+    assert 0.98 * budget < report.slot_bytes <= budget
+    assert report.slot_bytes == engine._memory.untyped_storage().nbytes()
+    streamed.offload.close()
 
 
 def test_slots_stay_within_the_budget():

@@ -41,8 +41,8 @@ RUN_ATTRIBUTES = ("training", "forward", "gradient_checkpointing")
 FORM = REPLACEMENT
 """Attribute of functions that replace a module's forward: the name of their form."""
 
-CAPTURING_HOOKS = ("transformers.utils.output_capturing", "chronicals.moe.offload.heads")
-"""Modules whose hooks record values and change nothing."""
+CAPTURING_HOOKS = "transformers.utils.output_capturing"
+"""Module of transformers whose hooks record values and change nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def takes_one_tensor(module: nn.Module) -> bool:
 def does_more(module: nn.Module) -> bool:
     """Return whether the module has hooks, or another forward than that of its class or form.
 
-    Hooks that record hidden states do not count; those of transformers stay once such states were
+    Hooks of transformers that record hidden states do not count; they stay once such states were
     requested.
     """
     replaced = vars(module).get("forward")
@@ -118,7 +118,7 @@ def does_more(module: nn.Module) -> bool:
         module._backward_pre_hooks,
     )
     return any(
-        getattr(hook, "__module__", None) not in CAPTURING_HOOKS
+        getattr(hook, "__module__", None) != CAPTURING_HOOKS
         for hooks in kinds
         for hook in hooks.values()
     )

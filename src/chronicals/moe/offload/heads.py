@@ -30,7 +30,8 @@ FIRST_NORM = "input_layernorm"
 class LayerInput:
     """A forward pre-hook of a decoder layer that keeps its last input and changes nothing.
 
-    ``patch_model`` fuses a layer with it as without (``patching/forms.py``).
+    ``patch_model`` fuses a layer with it as without: hooks of the layer itself are called around
+    whatever computes it.
 
     Attributes:
         hidden_states: the input; None before the first pass and after it was read.
