@@ -1,12 +1,17 @@
-"""What ``generation_exact`` costs and gives, on a card.
+"""How far generation is from a training step, and what ``generation_exact`` costs, on a card.
 
     python benchmarks/generation_exact.py OUT.json             # a 0.5B in bf16
     python benchmarks/generation_exact.py OUT.json --tiny      # tiny sizes; without a card, in fp32
+    python benchmarks/generation_exact.py OUT.json --only usual --seeds 3
 
 Answers are drawn with and without ``generation_exact``, and a packed pass computes the same texts:
 that of a training step, over fused layers, and with it ``packed_log_probabilities``. Printed are
 tokens a second, and how far the log-probabilities of generation are from those of the packed pass:
-exactly 0 where both are exact, else about as far as that pass is from fp32.
+exactly 0 where both are exact, else at most as far as that pass is from fp32 (bar).
+
+Two further arms change one rounding of generation: ``rounded residual`` rounds the residual in
+every layer, as training does, and ``sums in fp32`` forbids cuBLAS to add the splits of a product in
+16 bits (``allow_bf16_reduced_precision_reduction``), which it may do for few rows.
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +44,45 @@ from chronicals.generation.call import LOGIT_ROWS
 from chronicals.models import in_evaluation
 from chronicals.models.presenting import present
 from chronicals.objectives.log_probabilities import score_tokens
-from chronicals.patching import patch_parts
+from chronicals.patching import patch_parts, wide_residuals
 
 ROW = Row("0.5b, 8 x 8", "0.5b", 8)
 PROMPT, NEW = 256, 128
+
+
+@contextmanager
+def rounded_residual() -> Iterator[None]:
+    """Context manager in which generation rounds the residual in every layer."""
+    usual = wide_residuals.ROUNDED_LAYERS
+    wide_residuals.ROUNDED_LAYERS = ROUNDED_IN_ALL
+    try:
+        yield
+    finally:
+        wide_residuals.ROUNDED_LAYERS = usual
+
+
+@contextmanager
+def sums_in_fp32() -> Iterator[None]:
+    """Context manager in which cuBLAS adds the splits of products of bf16 in fp32."""
+    matmul = torch.backends.cuda.matmul
+    usual = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = usual
+
+
+ROUNDED_IN_ALL = 10_000
+"""More layers than a model has."""
+
+ARMS = {
+    "usual": nullcontext,
+    "rounded residual": rounded_residual,
+    "sums in fp32": sums_in_fp32,
+    "exact": nullcontext,
+}
+"""What generation runs in; the packed pass runs as usual."""
 
 
 def packed(texts: list[list[int]], device: torch.device) -> Batch:
@@ -112,8 +155,9 @@ def in_fp32(model: Any, texts: list[list[int]]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def measured(exact: bool, tiny: bool) -> dict[str, Any]:
-    """Generate with or without ``generation_exact``; return the rate and the gap."""
+def measured(arm: str, seeds: int, tiny: bool) -> dict[str, Any]:
+    """Generate by an arm; return the rate, and the gap in the mean over seeds of the draws."""
+    exact = arm == "exact"
     prompt, new = (16, 8) if tiny else (PROMPT, NEW)
     on_card = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_card else torch.float32
@@ -124,20 +168,31 @@ def measured(exact: bool, tiny: bool) -> dict[str, Any]:
     engine = Engine(model, EngineSettings(slots=ROW.sequences, generation_exact=exact))
     answers = list[list[Answer]]()
 
-    def requests_of(count: int) -> list[Request]:
+    def requests_of(seed: int) -> list[Request]:
         return [
-            Request(ids, count, Sampling(1.0), ROW.answers, number)
+            Request(ids, new, Sampling(1.0, seed), ROW.answers, number)
             for number, ids in enumerate(prompts)
         ]
 
-    def generate(count: int) -> None:
-        answers[:] = engine.generate(requests_of(count))
+    def generate(seed: int) -> None:
+        with ARMS[arm]():
+            answers[:] = engine.generate(requests_of(seed))
 
-    generate(new)
-    taken = peaks_of(partial(generate, new))
+    generate(0)
+    gaps = list[dict[str, float]]()
+    for seed in range(seeds):
+        taken = peaks_of(partial(generate, seed))
+        gaps.append(gap_of(model, requests_of(seed), answers, exact))
     made = sum(len(one.tokens) for group in answers for one in group)
-    gap = gap_of(model, requests_of(new), answers, exact)
-    return {"tokens_per_second": made / taken["seconds"], **taken, **gap}
+    means = {name: statistics.mean(one[name] for one in gaps) for name in gaps[0]}
+    means["largest"] = max(one["largest"] for one in gaps)
+    return {"tokens_per_second": made / taken["seconds"], **taken, **means, "seeds": gaps}
+
+
+def share_of(result: dict[str, Any]) -> str:
+    """Return in words the gap as a share of what the packed pass is off from fp32, its bar."""
+    own = result["packed_from_fp32"]
+    return f", of which that is {result['mean'] / own:.2f} (bar 1)" if own else ""
 
 
 def main() -> None:
@@ -145,10 +200,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--each", type=float, default=200, help="seconds of an arm")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, help="draws whose gaps are averaged")
+    parser.add_argument("--only", nargs="+", choices=ARMS, help="others stay as OUT.json has them")
     given = parser.parse_args()
-    results: dict[str, Any] = {"machine": forked(machine, 60)}
-    for name, exact in (("usual", False), ("exact", True)):
-        result = forked(partial(measured, exact, given.tiny), given.each)
+    results: dict[str, Any] = {}
+    if given.only and given.out.exists():
+        results = json.loads(given.out.read_text())
+    results["machine"] = forked(machine, 60)
+    for name in given.only or ARMS:
+        result = forked(partial(measured, name, given.seeds, given.tiny), given.each)
         results[name] = result
         given.out.write_text(json.dumps(results))
         if "error" in result:
@@ -157,10 +217,10 @@ def main() -> None:
         print(
             f"{name}: {result['tokens_per_second']:,.0f} tokens/s, log-probabilities off by "
             f"{result['mean']:.2e} in the mean, {result['largest']:.2e} at most; the packed pass is "
-            f"off from fp32 by {result['packed_from_fp32']:.2e}",
+            f"off from fp32 by {result['packed_from_fp32']:.2e}{share_of(result)}",
             flush=True,
         )
-    if all("error" not in results[name] for name in ("usual", "exact")):
+    if all("error" not in results.get(name, {"error": ""}) for name in ("usual", "exact")):
         rates = [results[name]["tokens_per_second"] for name in ("usual", "exact")]
         print(f"generation_exact takes {rates[0] / rates[1]:.2f} times as long")
 

@@ -117,6 +117,9 @@ def calls() -> dict[str, Callable[[], object]]:
             f"add_rmsnorm {width}": lambda x=x, w=weight: both(
                 k.fused_add_rmsnorm, x, x.detach().clone().requires_grad_(), w
             ),
+            f"add_rmsnorm to a residual in fp32 {width}": lambda x=x, w=weight: k.fused_add_rmsnorm(
+                x, x.float(), w, dtype=HALF
+            ),
             f"layernorm {width}": lambda x=x, w=weight, b=bias: both(k.fused_layernorm, x, w, b),
             f"softmax {width}": lambda x=x: both(k.fused_softmax, x),
             f"swiglu {width}": lambda x=x: both(

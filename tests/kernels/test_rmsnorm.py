@@ -187,6 +187,30 @@ def test_after_a_residual(ours, shape, offset, dtype, device):
     )
 
 
+@pytest.mark.parametrize("shape", [(1, 64), (13, 37), (2, 5, 101)], ids=str)
+@pytest.mark.parametrize("ours", [fused_add_rmsnorm, add_rmsnorm_reference])
+def test_after_a_residual_in_fp32(ours, shape, device):
+    """The sum is in fp32, as the residual, and the norm in the dtype that is asked for."""
+
+    def draw():
+        x, weight = inputs(shape, torch.bfloat16, device)()
+        return x, weight, torch.randn(*shape, device=device)
+
+    def plain_pair(x, w, r):
+        total = x + r
+        return (F.rms_norm(total, w.shape, None, 1e-6) * w.float()).bfloat16(), total
+
+    def in_two_types(x, w, r):
+        return ours(x, r, w, dtype=torch.bfloat16)
+
+    assert [out.dtype for out in in_two_types(*draw())] == [torch.bfloat16, torch.float32]
+    assert_as_exact_as_plain(
+        in_two_types, plain_pair, draw, exact=lambda x, w, r: (exact(x + r, w), x + r)
+    )
+    alone, total = ours(*(draw()[n] for n in (2,)), None, None, dtype=torch.bfloat16)
+    assert alone.dtype == torch.bfloat16 and total.dtype == torch.float32
+
+
 @pytest.mark.parametrize("used", [0, 1])
 def test_only_one_of_the_outputs_is_used(used, device):
     x, weight, residual = (

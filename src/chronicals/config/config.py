@@ -106,9 +106,12 @@ EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio")
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``fields`` overridden by ``others``, setting by setting in sections.
 
-    If ``others`` have one field of an exclusive pair, ``fields`` lose the other one.
+    If ``others`` have one field of an exclusive pair, ``fields`` lose the other one; if they have
+    ``memory``, ``fields`` lose the switches that are entries of it.
     """
     result = dict(fields)
+    if others.get("memory") is not None:
+        result = {name: value for name, value in result.items() if name not in ALIASES}
     if SECTIONS_FIELD in result and SECTIONS_FIELD in others:
         others = {**others, SECTIONS_FIELD: merged(result[SECTIONS_FIELD], others[SECTIONS_FIELD])}
     for first, second in EXCLUSIVE_PAIRS:

@@ -30,6 +30,7 @@ from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels.host_memory import received, sent
 from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
+from chronicals.patching import residual_dtypes
 
 LOGIT_ROWS = 512
 """Rows of logits that exist at once: 150 MB in 16 bits with a vocabulary of 150,000.
@@ -122,6 +123,7 @@ class Call:
         self._samples = samples
         self._device = input_device(self.model)
         self._head: Head = read_head(self.model)
+        self._residuals = residual_dtypes(self.model)
         self._unread: Look | None = None
         requests = [one.prompt.request for one in samples]
         penalties = {request.sampling.repetition_penalty for request in requests}
@@ -229,6 +231,7 @@ class Call:
                 torch.tensor(bounds, dtype=torch.int32, device=self._device),
                 max(chunk.end - chunk.start for chunk in chunks),
                 self._chunk_keys(chunks) if any(chunk.start for chunk in chunks) else None,
+                residuals=self._residuals,
             )
         states = self._states(as_tensor(ids), as_tensor(positions), over)
         self.computed_tokens += len(ids)
@@ -307,7 +310,9 @@ class Call:
         else:
             backend = self.settings.attention_backend
             paged = self._layers, self._latents, places
-            over = DecodePass(*paged, tables, lengths, slots.shared, backend)
+            over = DecodePass(
+                *paged, tables, lengths, slots.shared, backend, residuals=self._residuals
+            )
         with nullcontext() if self._notes is None else self._notes.taken(slots):
             states = self._states(slots.ids, slots.positions, over)
         drawn = self._draw(states, slots, slots.positions + 1)

@@ -175,6 +175,8 @@ class PackedPass:
         longest: most tokens of a document.
     """
 
+    residuals: Mapping[nn.Module, torch.dtype] = {}
+
     def __init__(self, bounds: Tensor, longest: int):
         self.bounds = bounds
         self.longest = longest

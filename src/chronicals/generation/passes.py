@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,17 @@ Rounding in bf16 gives up to 1e-2, another formula 1.
 
 
 class Pass(Protocol):
-    """One forward pass over pages."""
+    """One forward pass over pages.
+
+    Attributes:
+        residuals: dtype of the residual that fused decoder layers hand on, of those that can take it
+            in fp32.
+    """
+
+    @property
+    def residuals(self) -> Mapping[nn.Module, torch.dtype]:
+        """See above."""
+        ...
 
     def attend(
         self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
@@ -187,6 +197,8 @@ class Probe:
         sizes: by attention module, in the order of the layers.
     """
 
+    residuals: Mapping[nn.Module, torch.dtype] = {}
+
     def __init__(self, latents: Latents):
         self.sizes: dict[nn.Module, LayerSizes] = {}
         self._latents = latents
@@ -218,11 +230,13 @@ class PagedPass(ABC):
         latents: latents of the pass.
         places: int64 ``[T]``, where the new tokens are written in the layers of each sliding
             window, and in those without (None): page · S + place within the page.
+        residuals: as those of ``Pass``.
     """
 
     layers: dict[nn.Module, LayerPages]
     latents: Latents
     places: Mapping[int | None, Tensor]
+    residuals: Mapping[nn.Module, torch.dtype] = field(default_factory=dict, kw_only=True)
 
     def attend(
         self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores

@@ -9,7 +9,8 @@ Zhang and Sennrich, 2019, equation 4:
 
 ``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None. ``offset`` is 1 for models that
 store w − 1 (Gemma), else 0. Everything is computed in fp32 and rounded once. Saved for backward: s,
-w and one fp32 a row. Bytes a row in 16 bit: 4·D forward, 6·D backward; with a residual 8·D and 8·D.
+w and one fp32 a row. Bytes a row in 16 bit: 4·D forward, 6·D backward; with a residual 8·D and 8·D,
+forward 12·D if that is in fp32.
 """
 
 from __future__ import annotations
@@ -192,14 +193,15 @@ def _forward(
     offset: float,
     padding: int,
     finds_amax: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel on ``x`` ``[rows, D]``.
+    """Launch the forward kernel on ``x`` ``[rows, D]``; y is of ``dtype``, or else the promoted one.
 
     Returns:
         y with ``padding`` free columns behind each row, rstd ``[rows]``, the sum (``absent``
         without a residual), and the amax cell of y (``absent`` if not wanted).
     """
-    y, rstd, total, amax = _outputs(x, residual, weight, eps, offset, padding, finds_amax)
+    y, rstd, total, amax = _outputs(x, residual, weight, eps, offset, padding, finds_amax, dtype)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
@@ -240,12 +242,13 @@ def _outputs(
     offset: float,
     padding: int,
     finds_amax: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what ``_forward`` returns."""
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
-        with_padding(x, x.shape, padding, result),
+        with_padding(x, x.shape, padding, dtype or result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         absent(x) if residual is None else x.new_empty(x.shape, dtype=summed),
         new_amax(x, finds_amax),
@@ -340,20 +343,21 @@ class _RMSNorm(torch.autograd.Function):
         forks: bool,
         paddings: tuple[int, int] = (0, 0),
         amaxes: tuple[Amax | None, Amax | None] = (None, None),
+        dtype: torch.dtype | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the norm; with ``forks`` also the sum, or x if there is no residual.
 
         The gradient of that second output is added to ds inside the backward kernel.
 
         ``paddings`` are the free columns behind each row of the norm and of its input's gradient,
-        ``amaxes`` slots for the amax of both.
+        ``amaxes`` slots for the amax of both, ``dtype`` that of the norm.
         """
         rows = in_rows(x)
         weight = None if weight is None else weight.contiguous()
         amax = amaxes[0]
         of_residual = None if residual is None else in_rows(residual)
         y, rstd, total, cell = _forward(
-            rows, of_residual, weight, eps, offset, paddings[0], amax is not None
+            rows, of_residual, weight, eps, offset, paddings[0], amax is not None, dtype
         )
         total = rows if residual is None else total
         ctx.save_for_backward(own_tensor(total), weight, rstd)
@@ -418,6 +422,7 @@ def fused_add_rmsnorm(
     gradient_padding: int = 0,
     amax: Amax | None = None,
     gradient_amax: Amax | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add ``residual`` to ``x`` and normalise the sum; all are ``[..., D]``.
 
@@ -433,6 +438,7 @@ def fused_add_rmsnorm(
         gradient_padding: columns left free behind each row of the gradient; only for ``[T, D]``.
         amax: slot that gets the largest absolute value of the norm.
         gradient_amax: slot that gets the largest absolute value of the gradient.
+        dtype: dtype of the norm; by default the promoted one of the sum and ``weight``.
 
     Returns:
         The norm, and the sum, which is the next residual.
@@ -455,8 +461,9 @@ def fused_add_rmsnorm(
             True,
             (padding, gradient_padding),
             (amax, gradient_amax),
+            dtype,
         )
-    return add_rmsnorm_reference(x, residual, weight, eps, offset)
+    return add_rmsnorm_reference(x, residual, weight, eps, offset, dtype)
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
@@ -468,15 +475,19 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 
 def rmsnorm_reference(
-    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``fused_rmsnorm`` in plain torch, differentiable by autograd."""
+    """Compute ``fused_rmsnorm`` in plain torch, in another ``dtype`` if asked; differentiable."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is None:
-        return normalised.to(x.dtype)
+        return normalised.to(dtype or x.dtype)
     return (normalised * (offset + weight.to(wide.dtype))).to(
-        torch.promote_types(x.dtype, weight.dtype)
+        dtype or torch.promote_types(x.dtype, weight.dtype)
     )
 
 
@@ -486,7 +497,8 @@ def add_rmsnorm_reference(
     weight: Tensor | None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``fused_add_rmsnorm`` in plain torch, differentiable by autograd."""
     total = x if residual is None else x + residual
-    return rmsnorm_reference(total, weight, eps, offset), total
+    return rmsnorm_reference(total, weight, eps, offset, dtype), total

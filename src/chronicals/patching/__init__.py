@@ -34,6 +34,7 @@ from chronicals.patching.patch import (
     patch_parts,
     unpatch_model,
 )
+from chronicals.patching.wide_residuals import residual_dtypes
 
 __all__ = [
     "Left",
@@ -51,6 +52,7 @@ __all__ = [
     "patch_model",
     "patch_parts",
     "recompute_norms_and_units",
+    "residual_dtypes",
     "run_experts_in_fp8",
     "run_in_format",
     "run_in_fp8",

@@ -228,7 +228,7 @@ def products_of_halves(model: nn.Module) -> Iterator[list[FusedProduct] | Unmerg
     Of a layer attention comes first.
     """
     for layer, anatomy in fused_layers(model):
-        for half in _halves(anatomy, layer):
+        for half in halves_of(anatomy, layer):
             if isinstance(half, FusedHalf):
                 yield Unmerged("it has dropout") if _has_dropout(layer) else half.products
             elif half is not None:
@@ -243,7 +243,7 @@ def packed_products(model: nn.Module) -> list[PackedProduct]:
     found: list[PackedProduct] = []
     fused = set[nn.Module]()
     for layer, anatomy in fused_layers(model):
-        for half in _halves(anatomy, layer, over_pages=True):
+        for half in halves_of(anatomy, layer, over_pages=True):
             if isinstance(half, FusedHalf):
                 for owner, names, group in half.products:
                     if packed_weight(group.linears[0]) is not None:
@@ -321,7 +321,10 @@ def _run(
         return _recomputed(layer, run, hidden_states) if in_tiles else run(hidden_states)
     halves: list[Any] = []
     has_tables = _tables(inputs) is not None
-    for half in _halves(anatomy, layer, hidden_states.dtype, over_pages, has_tables):
+    residual = inputs[PASS].residuals.get(layer) if over_pages else None
+    # a layer that takes a residual in fp32 goes by the dtype of its products
+    dtype = hidden_states.dtype if residual is None else None
+    for half in halves_of(anatomy, layer, dtype, over_pages, has_tables):
         if isinstance(half, Unmerged):
             say_once(f"a half of {type(layer).__name__} runs part by part: {half}")
             halves.append(None)
@@ -355,7 +358,8 @@ def _run(
         if attention is not None:
             request = GradientRequest(attention.last.padding, attention.last.amaxes(len(x))[1])
         x, branch = mlp(x, branch, request)
-    return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
+    out = x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
+    return out if residual is None else out.to(residual)
 
 
 def _recomputed(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -367,7 +371,7 @@ def _recomputed(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) ->
     return out
 
 
-def _halves(
+def halves_of(
     anatomy: Anatomy,
     layer: Any,
     dtype: torch.dtype | None = None,

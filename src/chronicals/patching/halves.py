@@ -206,6 +206,7 @@ class FusedHalf:
             gradient.padding,
             amax,
             gradient.amax,
+            self.first.dtype,  # also of a residual in fp32, as passes of generation have it
         )
         if not self.recomputes:
             return normed, total, None
