@@ -56,6 +56,25 @@ def test_a_corrupted_record_names_layer_and_expert(layer):
     model.offload.close()
 
 
+@pytest.mark.parametrize("form", ["fp32", "nf4"])
+@pytest.mark.parametrize("place", [0, 0.5, 1], ids=["first", "middle", "last"])
+def test_no_text_comes_of_a_changed_byte(form, place):
+    """Wherever it is, of values, codes or scales."""
+    model = families.routed("Qwen3Moe", num_experts=8)
+    if form == "nf4":
+        quantise_experts(model)
+    streamed = chronicals.offload(model, vram="1MiB", ram="1GiB", device="cpu")
+    engine = streamed.offload.engine
+    for records in engine.layers:
+        for expert in range(records.count):
+            record = engine.slab.record(records.first + expert)
+            record[int(place * (records.layout.bytes - 1))] ^= 1
+    words = r"layers\.0\.mlp\.experts, expert \d: .*not what was loaded"
+    with pytest.raises(ExpertRecordError, match=words):
+        streamed.generate(IDS, max_new_tokens=3, pad_token_id=0, eos_token_id=None)
+    streamed.offload.close()
+
+
 def test_a_record_that_was_never_written():
     model = offloaded()
     model.offload.engine.slab.checksums[3] = None
