@@ -171,19 +171,34 @@ class AttentionOfFlash(Attention):
         return *found, None
 
 
+class Gathered(torch.autograd.Function):
+    """Keys or values of answers that share prompts: as many here as there are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True], ids=["", "shared prompts"])
 @pytest.mark.parametrize("way", ["full", "LoRA", "NF4"])
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize("tile", [16, TILE])
-def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, monkeypatch):
+def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, gathers, monkeypatch):
     """What the layers keep is their inputs; at the peak a small tile holds less than a group."""
     model = fused(way, NOTHING, 0, 0)
     tile_layers(model)
-    monkeypatch.setattr(
-        decoder_layer,
-        "document_attention",
-        lambda q, k, v, *_, padding=0, **__: AttentionOfFlash.apply(q, k, v, padding),
-    )
+
+    def attend(q, k, v, *_, padding=0, **__):
+        if gathers:
+            k, v = Gathered.apply(k), Gathered.apply(v)
+        return AttentionOfFlash.apply(q, k, v, padding)
+
+    monkeypatch.setattr(decoder_layer, "document_attention", attend)
     monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(recompute, "TILE", tile)
     monkeypatch.setattr(recompute, "GROUP_ROWS", 3 * TOKENS * key_heads)
@@ -200,6 +215,7 @@ def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, monk
         logit_rows=1,
         layer_tiles=LayerTiles(tile, sums=sums, down=down),
         columns=adapter_columns(model),
+        gathers_keys=gathers,
     )
     expected = estimate(model, step, WeightBytes(4, 4))
     loss, _, last, *_ = expected.moments(LAYERS, LAYER_COUNT)

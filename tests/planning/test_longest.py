@@ -9,11 +9,12 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import tiny
+from chronicals.cards import rates_of
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.planning.longest import GRANULE, longest_document
 from chronicals.planning.ways import GIGA, planned_facts
-from chronicals.policies.fit import can_fit
+from chronicals.policies.fit import can_fit, fit_settings
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,29 @@ def planned(folder, *more):
     result = CliRunner().invoke(app, [*arguments, *way, *more])
     assert result.exit_code == 0, result.output
     return result.output
+
+
+WAYS = {
+    "pairs": {"use_lora": True, "objective": "dpo"},
+    "full": {"memory": ["auto", "optimizer_in_backward"], "max_grad_norm": float("inf")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_pairs_and_full_training_go_the_same_way(way, folder):
+    """Their longest pack fits by the estimate that a run is checked against, and is long."""
+    total = (5 if way == "pairs" else 10) * GIGA
+    asked = recipe(folder, gradient_accumulation_steps=1, **WAYS[way])
+    longest = longest_document(asked, total)
+    taken = fit_settings(
+        planned_facts(asked.replace(max_seq_length=longest), total, 1), rates=rates_of("H100")
+    ).taken
+    assert longest > 64 * GRANULE and taken.fits
+    assert "tiled_layers" in taken.facts.config.memory_policies
+    assert taken.fitted.memory.moved_inputs
+    assert set(WAYS[way].get("memory", [])) <= {"auto", *taken.facts.config.memory}
+    assert 0.8 * total < taken.fitted.held <= 0.9 * total
 
 
 @pytest.mark.slow

@@ -588,7 +588,7 @@ def _in_tiles(whole: Estimate, shape: ModelShape, step: StepShape, tiles: LayerT
     """
     columns = step.columns
     of_rows = columns.queries + columns.output + columns.gate + columns.down
-    elements = TiledElements.of(shape, step.tokens, tiles, step.element, of_rows)
+    elements = TiledElements.of(shape, step.tokens, tiles, step.element, of_rows, step.gathers_keys)
     kept = step.tokens * step.element * shape.width
     working = elements.bytes(step.tokens, tiles, step.element)
     return replace(

@@ -6,6 +6,7 @@ inner width of the MLP. A layer keeps its input. Its backward pass holds, for ea
     dy, dr                   2 D       gradients of the output and of the residual
     q, k, v, a, da           3 Q + 2 K queries, keys, values, attention's output and its gradient
     rows                     an fp32 value for each query head (FlashAttention)
+    gathered keys, values    2 K       where answers share prompts
 
 and in addition the larger one of
 
@@ -13,7 +14,8 @@ and in addition the larger one of
     a group of heads         5 q + 2 k      for each token: gradients of queries, an fp32 accumulator of
                                             them, gradients of keys and values for each query head,
                                             and their sums for each key head; q and k are the group's
-                                            share of Q and K
+                                            share of Q and K; where keys are gathered 2 k more, the
+                                            gradients of what they are gathered from
 
 When a group is done, its q, k, v, a and da are freed.
 """
@@ -60,7 +62,13 @@ class TiledElements:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, tokens: int, tiles: LayerTiles, element: int, columns: int
+        cls,
+        shape: ModelShape,
+        tokens: int,
+        tiles: LayerTiles,
+        element: int,
+        columns: int,
+        gathers_keys: bool = False,
     ) -> TiledElements:
         """Return the elements of a model's layers.
 
@@ -70,6 +78,8 @@ class TiledElements:
             tiles: how its layers run.
             element: bytes of an element.
             columns: columns of adapters behind the inputs of a tile's products.
+            gathers_keys: answers share prompts, so keys and values of a prompt and an answer are
+                gathered.
         """
         heads = shape.heads or 1
         key_heads = shape.kv_heads or heads
@@ -78,9 +88,10 @@ class TiledElements:
         keys = key_heads * head_dim
         share = heads_at_a_time(tokens, heads, key_heads, tiles.together) / key_heads
         of_heads = heads * 4 // element
+        gathered = 2 * keys * gathers_keys
         return cls(
-            of_token=2 * shape.width + 3 * queries + 2 * keys + of_heads,
-            of_group=int((5 * queries + 2 * keys) * share) + of_heads,
+            of_token=2 * shape.width + 3 * queries + 2 * keys + gathered + of_heads,
+            of_group=int((5 * queries + 2 * keys + gathered) * share) + of_heads,
             of_row=5 * shape.inner + 5 * shape.width + queries + columns,
         )
 

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import ALIASES, AUTO
+from chronicals.config.checked_class import AUTO
+from chronicals.config.config import ALIASES
 from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate, Moment, StepShape
 from chronicals.objectives import Objective
 from chronicals.policies.exclusions import conditions, why_excluded
@@ -300,11 +301,14 @@ class Policy:
         """Yield changes, each instead of the others, by which the policy alone saves memory.
 
         Those without a price change no result, and ``fit`` may take them. The default is the entry
-        of ``memory`` of a policy with ``only_time``, if neither it nor ``memory`` was set.
+        of ``memory`` of a policy with ``only_time``, if neither it nor ``memory`` without ``auto``
+        was set.
         """
         config = facts.config
         entry = ALIASES.get(self.name, self.name)
-        given = {"memory", *(switch for switch, other in ALIASES.items() if other == entry)}
+        given = {switch for switch, other in ALIASES.items() if other == entry}
+        if AUTO not in (config.memory or ()):
+            given.add("memory")
         if not self.only_time or self.asked(config) or given & config.explicit:
             return
         if self.why_not(facts) is None:
