@@ -34,7 +34,7 @@ from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.objectives import build_objective
 from chronicals.quantization import FP8Base
 from chronicals.verification.reference import PlainArm, count_items, exact_products
-from chronicals.verification.verify import TrainingPath, step_items
+from chronicals.verification.training_path import TrainingPath, step_items
 
 VOCABULARY = 16384
 RATE = 2e-4

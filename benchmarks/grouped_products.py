@@ -47,16 +47,14 @@ from chronicals.kernels.fp8 import Scaled, fp8_quantize, lacks_fp8
 from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product, fp8_product_launch
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.kernels.grouped_product import (
+from chronicals.kernels.grouped_launch import ProductLaunch
+from chronicals.kernels.grouped_product import grouped_product, launch_product, product_launch
+from chronicals.kernels.grouped_weight_gradient import (
     GATHER_FIRST,
     GATHER_NONE,
     GATHER_SECOND,
-    ProductLaunch,
-    grouped_product,
     grouped_weight_gradient,
-    launch_product,
     launch_weight_gradient,
-    product_launch,
     weight_gradient_launch,
 )
 from chronicals.kernels.launch import can_compile_only, compiling_only, interpreting

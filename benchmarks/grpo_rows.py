@@ -14,7 +14,8 @@ continuous batching. Where its arm has no time for 512 new tokens, it makes ``--
 ours runs at that number, too. It has bf16, sdpa, Liger's layer kernels if they are installed, and
 the largest micro-batch of which a trial fits, without gradient checkpointing if one fits so.
 Unsloth draws with its own ``generate`` (``fast_inference=False``: without vLLM, a server's engine), and
-has its own recomputation and the first of ``--peer-batches``.
+has its own recomputation and the first of ``--peer-batches``. As in its notebooks, its process imports
+it before torch, transformers and TRL.
 
 ``--long`` takes one update of an 8B in QLoRA on a recorded answer, with every memory policy on and
 the allocator capped at an 80 GB card less its driver: the longest of ``LENGTHS`` that fits.
@@ -28,10 +29,12 @@ import gc
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +48,7 @@ from recipes_on_card import FULL, GIB, GIGA, LORA, NF4, OTHER_SIZES, TINY, forke
 from chronicals.benchmark.shapes import SHAPES, word_tokenizer, zipf_ids
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packs.steps import Step
-from chronicals.models import quantise_layers
+from chronicals.models import count_values, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import DRAWN
 from chronicals.planning.space import DRIVER_BYTES
@@ -225,7 +228,13 @@ def peak() -> int:
 
 
 def result_of(
-    row: Row, arm: str, sizes: Sizes, phases: Phases, lengths: list[int], metrics: list[dict]
+    row: Row,
+    arm: str,
+    sizes: Sizes,
+    phases: Phases,
+    lengths: list[int],
+    metrics: list[dict],
+    model: Any,
 ) -> dict[str, Any]:
     """Return the result of an arm as JSON values.
 
@@ -236,6 +245,7 @@ def result_of(
         phases: seconds of the steps.
         lengths: tokens of all answers of a step, for each step.
         metrics: of each step, its first one included.
+        model: the trained model.
     """
     samples = phases.samples()
     taken = {name: statistics.median(step[name] for step in samples) for name in samples[0]}
@@ -250,8 +260,15 @@ def result_of(
         "tokens_per_second": tokens / taken["whole"],
         "drawn_per_second": tokens / taken["draws"],
         "peak": peak(),
+        "trained": trained_share(model),
         "metrics": metrics,
     }
+
+
+def trained_share(model: Any) -> float:
+    """Return the share of a model's values that are trained."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trained / count_values(model)
 
 
 class Enough(Exception):
@@ -345,7 +362,7 @@ def ours(row: Row, sizes: Sizes, seconds: float, packs: int | None) -> dict[str,
         RolloutMaker.rollout = rollout  # type: ignore[method-assign]
         with contextlib.suppress(Enough):
             trainer.train(sizes.rows(vocabulary))
-        found = result_of(row, "ours", sizes, phases, lengths, watch.metrics)
+        found = result_of(row, "ours", sizes, phases, lengths, watch.metrics, model)
         gaps = [line["gap"] for line in watch.metrics if "gap" in line]
         if gaps:  # they come a step later: none, where there was time for one step only
             found["gap"] = statistics.fmean(gaps)
@@ -383,6 +400,10 @@ def peer_model(row: Row, sizes: Sizes, folder: Path) -> Any:
     )
 
 
+UNSLOTH_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""Linear layers of a decoder layer, which are all that the other arms adapt."""
+
+
 def unsloth_model(row: Row, sizes: Sizes, folder: Path) -> Any:
     """Return the model of a row as Unsloth loads it, with its own recomputation."""
     from unsloth import FastLanguageModel
@@ -393,7 +414,7 @@ def unsloth_model(row: Row, sizes: Sizes, folder: Path) -> Any:
     word_tokenizer(own.config.vocab_size).save_pretrained(saved)
     del own
     model, _ = FastLanguageModel.from_pretrained(
-        saved,
+        str(saved),
         max_seq_length=sizes.prompt + sizes.new,
         dtype=torch.bfloat16,
         load_in_4bit=row.way == "qlora",
@@ -402,7 +423,13 @@ def unsloth_model(row: Row, sizes: Sizes, folder: Path) -> Any:
     )
     if row.way == "full":
         return model
-    return FastLanguageModel.get_peft_model(model, r=32, lora_alpha=32)
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=32,
+        lora_alpha=32,
+        target_modules=UNSLOTH_TARGETS,
+        use_gradient_checkpointing="unsloth",
+    )
 
 
 def peer_trainer(
@@ -506,6 +533,16 @@ def largest_that_fits(
     raise RuntimeError("no micro-batch fits")
 
 
+def completions_of(out: tuple[Any, ...]) -> list[list[int]]:
+    """Return the answers' tokens of what TRL's ``_generate_single_turn`` returns.
+
+    In newer versions it is ``(completions, log_probabilities)``, in older ones
+    ``(prompts, completions, log_probabilities, more)``.
+    """
+    completions: list[list[int]] = out[0] if len(out) == 2 else out[1]
+    return completions
+
+
 def trl(row: Row, sizes: Sizes, seconds: float, arm: str, batches: Sequence[int]) -> dict[str, Any]:
     """Run steps of TRL's trainer."""
     folder = Path(tempfile.mkdtemp())
@@ -528,9 +565,9 @@ def trl(row: Row, sizes: Sizes, seconds: float, arm: str, batches: Sequence[int]
 
         def drawn(*given: Any, **named: Any) -> Any:
             with phases.timed("draws"):
-                completions, log_p = own(*given, **named)
-            lengths.append(sum(map(len, completions)))
-            return completions, log_p
+                out = own(*given, **named)
+            lengths.append(sum(map(len, completions_of(out))))
+            return out
 
         trainer._generate_single_turn = drawn
         trainer._calculate_rewards = phases.within("rewards", trainer._calculate_rewards)
@@ -541,7 +578,7 @@ def trl(row: Row, sizes: Sizes, seconds: float, arm: str, batches: Sequence[int]
         reset_peak()
         trainer.train()
         lines = [line for line in trainer.state.log_history if "grad_norm" in line]
-        found = result_of(row, arm, sizes, phases, lengths, lines)
+        found = result_of(row, arm, sizes, phases, lengths, lines, trainer.model)
         return {**found, "said": {**said, "liger": trainer.args.use_liger_kernel}}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -554,7 +591,54 @@ def measured(
     sizes = Sizes.of(new, given.tiny, given.steps)
     if arm == "ours":
         return ours(row, sizes, seconds, given.packs)
+    if arm == "unsloth":
+        return unsloth(row, sizes, seconds, given)
     return trl(row, sizes, seconds, arm, given.peer_batches)
+
+
+UNSLOTH_FIRST = """
+import sys
+
+import unsloth
+
+sys.path.insert(0, sys.argv[1])
+import grpo_rows
+
+grpo_rows.work_of_unsloth(sys.argv[2])
+"""
+"""Program of Unsloth's process: what is imported before it is not all replaced."""
+
+WRITING = 5.0
+"""Seconds before the limit of an arm in which its process has ended and its result is read."""
+
+
+def unsloth(row: Row, sizes: Sizes, seconds: float, given: argparse.Namespace) -> dict[str, Any]:
+    """Run steps of Unsloth's trainer in a process that has imported it first.
+
+    Raises:
+        RuntimeError: the process failed; the message has its last words.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        work = {"row": row.name, "sizes": asdict(sizes), "seconds": seconds}
+        (folder / "work.json").write_text(json.dumps({**work, "batches": given.peer_batches}))
+        program = [sys.executable, "-c", UNSLOTH_FIRST, str(Path(__file__).parent), name]
+        ended = subprocess.run(
+            program, capture_output=True, text=True, timeout=given.each - WRITING
+        )
+        if ended.returncode:
+            raise RuntimeError(ended.stderr.strip()[-2000:])
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return found
+
+
+def work_of_unsloth(name: str) -> None:
+    """Run the steps that a folder's ``work.json`` asks for, and write ``result.json`` there."""
+    folder = Path(name)
+    work = json.loads((folder / "work.json").read_text())
+    row = next(row for row in ROWS if row.name == work["row"])
+    found = trl(row, Sizes(**work["sizes"]), work["seconds"], "unsloth", work["batches"])
+    (folder / "result.json").write_text(json.dumps(found, default=str))
 
 
 # --- one update on a very long answer
@@ -742,10 +826,12 @@ def line_of(key: str, result: dict[str, Any]) -> str:
         )
     seconds = ", ".join(f"{name} {taken:.2f} s" for name, taken in result["seconds"].items())
     gap = f", mean gap {result['gap']:.2g}" if "gap" in result else ""
-    norm = result["metrics"][-1]["grad_norm"] if result["metrics"] else float("nan")
+    last = result["metrics"][-1] if result["metrics"] else {}
+    norm, loss = (float(last.get(name, "nan")) for name in ("grad_norm", "loss"))
     return (
         f"{key}: {result['tokens_per_second']:,.0f} tokens/s ({result['drawn_per_second']:,.0f} "
-        f"drawn), {seconds}, {held}, gradient norm {norm:.3g}{gap}"
+        f"drawn), {seconds}, {held}, {result['tokens']:,.0f} tokens of answers a step, trained "
+        f"{result['trained']:.2%}, loss {loss:.3g}, gradient norm {norm:.3g}{gap}"
     )
 
 

@@ -77,11 +77,8 @@ from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf
 from chronicals.kernels.gguf_product import gguf_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
-from chronicals.kernels.grouped_product import (
-    GATHER_SECOND,
-    grouped_product,
-    grouped_weight_gradient,
-)
+from chronicals.kernels.grouped_product import grouped_product
+from chronicals.kernels.grouped_weight_gradient import GATHER_SECOND, grouped_weight_gradient
 from chronicals.kernels.host_memory import PinnedTensors
 from chronicals.kernels.host_rows import host_rows, host_rows_reference
 from chronicals.kernels.invariant_product import invariant_product

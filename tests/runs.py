@@ -12,6 +12,7 @@ from chronicals.config.config import ChronicalsConfig, laid_over
 from chronicals.training import ChronicalsTrainer, TrainingResult
 from chronicals.training.run import report
 from chronicals.training.run.callbacks import read_metrics
+from comparison import equal
 
 if "pytest" not in sys.modules:  # a program that a test starts; in tests, conftest.py sees to it
     report._figure = lambda metrics: b"<svg/>"
@@ -76,6 +77,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
     (path,) = (folder / "run" / "model").glob("*.safetensors")
     return load_file(path)
+
+
+def assert_same_bits(folder: Path, whole: Path, what: str = "") -> None:
+    """Two runs have the same steps, losses, gradient norms and weights, to the bit."""
+    expected = trajectory(whole)
+    assert expected and trajectory(folder) == expected, what
+    left = weights(folder)
+    right = weights(whole)
+    assert right and left.keys() == right.keys(), what
+    for name, weight in right.items():
+        assert equal(left[name], weight), f"{name} {what}"
 
 
 EXACT = 2e-6

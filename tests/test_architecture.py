@@ -250,10 +250,12 @@ SHARED = {
     "cuda_graphs",
     "divergence_rows",
     "expert_stacks",
+    "grouped_launch",
     "host_memory",
     "launch",
     "linear_head",
     "logit_rows",
+    "low_rank_term",
     "products",
     "streamed_experts",
     "tensor_lists",
@@ -289,7 +291,6 @@ WITHOUT_ENTRY = {
     "tests/kernels/compile_for_card.py": {
         "fp8_linear",
         "fused_cross_entropy",
-        "grouped_weight_gradient",
     },
     "src/chronicals/verification/self_test.py": {
         "fp8_grouped_product",

@@ -203,6 +203,31 @@ def test_a_dropped_bound_is_noticed(backend, monkeypatch):
         compare(lengths, on_card_draw(sum(lengths)), backend=backend)
 
 
+WRONG = {
+    "window": lambda mask: replace(mask, window=None),
+    "softcap": lambda mask: replace(mask, softcap=None),
+    "sinks": lambda mask: replace(mask, sinks=mask.sinks + 1),
+    "scale": lambda mask: replace(mask, scale=1.0),
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_a_backend_with_another_option_is_found(option, monkeypatch):
+    """Without a card, so that the comparison to which all are held is tried everywhere."""
+    right = BACKENDS["per-document"]
+
+    def wrong(q, k, v, mask, padding):
+        return right.attend(q, k, v, WRONG[option](mask), padding)
+
+    lengths = random_lengths(5, 60)
+    options = {"window": {"window": 37}, "softcap": {"softcap": 1.5}}.get(option, {})
+    draw = qkv(sum(lengths), sinks=option == "sinks")
+    compare(lengths, draw, **options)
+    monkeypatch.setitem(BACKENDS, "per-document", replace(right, attend=wrong))
+    with pytest.raises(AssertionError, match=r"tensor \d: .* error"):
+        compare(lengths, draw, **options)
+
+
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
 @pytest.mark.parametrize("backend", FUSED)
 def test_torch_compile_sees_through(backend, mask):

@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from definition import bounds, dense, qkv
+from torch.testing._internal import optests
 
 from chronicals.attention.backends import flash_attn_4
 from chronicals.attention.support import Mask, Spans
+from mutants import mutant
 
 LENGTHS = [9, 0, 17, 4, 0]
 OPTIONS = [{}, {"window": 5}, {"softcap": 1.5}, {"window": 5, "sinks": True}]
@@ -150,6 +152,27 @@ def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):
     )
 
 
+FAULTS = {
+    "a window of one more": ("None if window is None else window - 1", "window"),
+    "no scale": ("mask.scale", "1.0"),
+    "keys' gradient for values'": (
+        "dq, dk, dv, absent(q) if sinks is None else gradients[3]",
+        "dq, dv, dk, absent(q) if sinks is None else gradients[3]",
+    ),
+    "no gradient of sinks": ("gradients[3]", "torch.zeros_like(gradients[3])"),
+    "no softcap in the backward pass": ("softcap or 0.0", "0.0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, let_return, flash_attn_4_stand_in):
+    wrong = mutant(flash_attn_4, *FAULTS[fault])
+    let_return(wrong, kernels_of=flash_attn_4.kernels_of(None))
+    with pytest.raises(AssertionError):
+        for options in OPTIONS:
+            compare(wrong.FLASH_ATTENTION_4.attend, **options)
+
+
 def test_a_second_derivative_is_refused(flash_attn_4_stand_in):
     """Part of it would be left out: the backward pass is a kernel, too."""
     q, k, v = (x.requires_grad_() for x in qkv(30)())
@@ -205,3 +228,14 @@ def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(
     let_return(flash_attn_4, version="1.0")
     flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
     assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")
+
+
+@pytest.mark.slow
+def test_a_wrong_shape_for_tracing_is_found(let_return, flash_attn_4_stand_in):
+    wrong = mutant(flash_attn_4, "sinks.new_empty(sinks.shape)", "sinks.new_empty(len(sinks) + 1)")
+    let_return(wrong, kernels_of=flash_attn_4.kernels_of(None))
+    given = bounds(LENGTHS), None, 17, 17, 0.3, 5, None, torch.randn(4)
+    inputs = qkv(30)()
+    rest = *wrong._forward(*inputs, *given), *given
+    with pytest.raises(optests.OpCheckError):
+        torch.library.opcheck(wrong._backward, (torch.randn(30, 4, 16), *inputs, *rest))

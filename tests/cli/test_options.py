@@ -11,7 +11,7 @@ from chronicals import __version__
 from chronicals.cli.app import COMMANDS, COMMANDS_OF_OTHERS, HELP_TABLE_COLUMNS, app
 from chronicals.cli.options import OWN_HEADING, flag, objective_names, with_recipe_flags
 from chronicals.config import PRESETS, Recipe
-from chronicals.config.config import Heading, headings_of
+from chronicals.config.checked_class import Heading, headings_of
 from chronicals.objectives import OBJECTIVES
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import DECIDED
+from chronicals.config.checked_class import DECIDED
 
 PUBLISHED = {
     "learning_rate": 2e-4,

@@ -8,7 +8,7 @@ import yaml
 
 import tiny
 from chronicals.cli import main
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
 from chronicals.convert import convert
 
 AXOLOTL = """\
@@ -98,6 +98,22 @@ def test_what_is_left_out_has_the_default_of_the_tool(tmp_path):
         tmp_path, "model_name_or_path: m\nfinetuning_type: full\ndataset: d\nlora_rank: 4\n"
     )
     assert not full.recipe().use_lora and kinds(full)["lora_rank"] == "not needed"
+
+
+def test_a_section_of_a_recipe_stands_once(tmp_path):
+    """With what is set there, and with what is left out."""
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: m\ndataset_name: d\nreward_funcs: accuracy_reward\n"
+        "num_generations: 4\nbeta: 0.1\n"
+    )
+    conversion = convert(file)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(conversion.text())
+    assert Recipe.from_yaml(written) == conversion.recipe()
+    settings = yaml.safe_load(written.read_text())["grpo"]
+    assert settings == {"answers": 4, "beta": 0.1, "max_new_tokens": 512}
+    assert "# grpo.max_new_tokens: left out there: what TRL takes" in written.read_text()
 
 
 def test_a_step_has_as_many_documents_on_other_cards(tmp_path):

@@ -86,3 +86,15 @@ def test_a_command_overrides_the_file_that_it_names(tmp_path):
 def test_a_command_that_does_not_close_a_quotation_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="line 2: no command line"):
         read(written(tmp_path, "\ntrl sft --model_name_or_path 'm", "train.sh"))
+
+
+def test_settings_that_another_mapping_gives_are_read(tmp_path):
+    """YAML's ``<<``, at the head and within a block."""
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "_usual: &usual\n  learning_rate: 2e-4\n  lora_r: 8\n"
+        "base_model: m\n<<: *usual\nlora_r: 16\nsequence_len: 64\nadapter: lora\n"
+    )
+    found = {setting.name: (setting.value, setting.line) for setting in read(file).settings}
+    assert found["learning_rate"] == (2e-4, 5)
+    assert found["lora_r"] == (16, 6) and "<<" not in found

@@ -8,6 +8,7 @@ import torch
 
 import families
 import tiny
+from chronicals.generation import engine
 from chronicals.generation.call import NotFinite
 from chronicals.generation.engine import Engine
 from chronicals.generation.layout import TooLarge
@@ -343,6 +344,24 @@ def test_the_model_is_as_before_and_pages_stay_for_the_next_call(model):
     assert all(module.training for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())
     model.eval()
+
+
+def test_a_call_for_whose_pages_there_was_no_room_is_forgotten(model, monkeypatch):
+    """The next one makes its pages, whether or not they are those that were asked for before."""
+    run = Engine(model)
+    request = Request([1, 2, 3], 4, Sampling(temperature=0.0))
+    longer = Request([1, 2, 3] * 40, 4, Sampling(temperature=0.0))
+    expected = run.generate([request])
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(engine, "LayerPages", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.generate([longer])
+    found = run.generate([request])
+    assert [one.tokens for one in found[0]] == [one.tokens for one in expected[0]]
 
 
 def test_a_request_that_does_not_fit_the_cache_is_named(model):

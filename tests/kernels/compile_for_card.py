@@ -238,7 +238,8 @@ def wide_adapters(rank: int) -> None:
     """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
     from chronicals.kernels.fp8 import Scaled
-    from chronicals.kernels.grouped_product import LowRankTerm, grouped_product
+    from chronicals.kernels.grouped_product import grouped_product
+    from chronicals.kernels.low_rank_term import LowRankTerm
 
     to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), 8)
     thin = LowRankTerm(torch.zeros(2048, rank, dtype=HALF), torch.zeros(8, 512, rank, dtype=HALF))
@@ -264,24 +265,25 @@ def wide_adapters(rank: int) -> None:
 def by_the_copy_engine(count: int, width: int, inner: int) -> None:
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
 
-    module = sys.modules["chronicals.kernels.grouped_product"]
+    of_rows = sys.modules["chronicals.kernels.grouped_product"]
+    of_weights = sys.modules["chronicals.kernels.grouped_weight_gradient"]
     to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), count)
     x, rows, wide = (
         torch.randn(*shape).to(HALF) for shape in ((1024, width), (2048, width), (2048, inner))
     )
     weight = torch.randn(count, inner, width).to(HALF)
-    launch = module.ProductLaunch(256, 64, 8, 3, boxes=True)
+    launch = of_rows.ProductLaunch(256, 64, 8, 3, boxes=True)
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
-        module.launch_product(launch, given, w, to, gathers)
-    module._clear_kernel[(count, 1)](
-        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEAR_BLOCK
+        of_rows.launch_product(launch, given, w, to, gathers)
+    of_weights._clear_kernel[(count, 1)](
+        torch.zeros(count, 64, dtype=HALF), to.bounds, 64, of_weights.CLEAR_BLOCK
     )
     for a, b, gathers in (
-        (wide, x, module.GATHER_SECOND),
-        (x, wide, module.GATHER_FIRST),
-        (wide, rows, module.GATHER_NONE),
+        (wide, x, of_weights.GATHER_SECOND),
+        (x, wide, of_weights.GATHER_FIRST),
+        (wide, rows, of_weights.GATHER_NONE),
     ):
-        module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
+        of_weights.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 
 
 def distilled(targets: torch.Tensor) -> list[Callable[..., object]]:
@@ -428,7 +430,7 @@ def experts_in_eight_bits(rank: int) -> None:
     from chronicals.kernels.fp8 import Scaled
     from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
     from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
-    from chronicals.kernels.grouped_product import LowRankTerm
+    from chronicals.kernels.low_rank_term import LowRankTerm
 
     count = 8
     width = 768
@@ -519,7 +521,7 @@ def products_of_few_tokens(nf4) -> None:
     """
     from chronicals.kernels.expert_dispatch import dispatch_to_experts
     from chronicals.kernels.few_tokens_product import few_tokens_product
-    from chronicals.kernels.grouped_product import LowRankTerm
+    from chronicals.kernels.low_rank_term import LowRankTerm
 
     experts = 8
     slots = torch.zeros(experts, dtype=torch.int32)

@@ -26,7 +26,7 @@ from chronicals.kernels.few_tokens_product import (
     rows_at_once,
 )
 from chronicals.kernels.gguf_blocks import GGUF_KINDS, dequantize_gguf_reference
-from chronicals.kernels.grouped_product import LowRankTerm
+from chronicals.kernels.low_rank_term import LowRankTerm
 from chronicals.kernels.mxfp4 import dequantize_mxfp4_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit_reference
 from drawn_blocks import random_blocks

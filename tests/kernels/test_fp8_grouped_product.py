@@ -10,15 +10,14 @@ import torch
 from test_expert_dispatch import drawn
 from test_grouped_product import to_low_tiles
 
+from chronicals.kernels import grouped_launch, low_rank_term
 from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_experts import fp8_quantize_experts
 from chronicals.kernels.fp8_grouped_product import fp8_product_launch
-from chronicals.kernels.grouped_product import (
-    LowRankTerm,
-    grouped_product_reference,
-    launch_product,
-)
+from chronicals.kernels.grouped_launch import ProductLaunch
+from chronicals.kernels.grouped_product import grouped_product_reference, launch_product
+from chronicals.kernels.low_rank_term import LowRankTerm, held_columns
 from mutants import mutant
 
 module = sys.modules["chronicals.kernels.fp8_grouped_product"]
@@ -133,7 +132,7 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
     case = (70, 2, 4, 96, 48)
     to = to_low_tiles(*case[:3], device)
     to = to._replace(rows=16)
-    launch = kernel.ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 16)
+    launch = ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 16)
     for of_tokens in (False, True):
         x, w = operands(case, of_tokens, device)
         x8 = fp8_quantize(x, "row")[0]
@@ -159,16 +158,16 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 @pytest.mark.parametrize("fast", [False, True])
 def test_launches_fit_the_card(fast, rank, kib, let_return):
     hopper = kib == 227
-    let_return(kernel, shared_memory=kib << 10, has_boxes=hopper)
+    for of in (grouped_launch, low_rank_term):
+        let_return(of, shared_memory=kib << 10)
+    let_return(kernel, has_boxes=hopper)
     let_return(torch.cuda, get_device_capability=(9, 0) if hopper else (8, 9))
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
         launch = fp8_product_launch(rows, width, card, rank, fast)
         assert launch.depth == 128 and launch.stages >= 2
         assert launch.stages * (rows + launch.columns) * launch.depth <= kib << 10
-        assert (
-            not rank or (rows + launch.columns) * kernel.held_columns(rank, card) * 2 <= kib << 10
-        )
+        assert not rank or (rows + launch.columns) * held_columns(rank, card) * 2 <= kib << 10
         assert fast or not hopper or (launch.columns <= 128 and launch.warps == 8)
 
 

@@ -1,4 +1,4 @@
-"""Grouped products and weight gradients against products expert by expert."""
+"""Grouped products against products expert by expert."""
 
 import sys
 
@@ -6,21 +6,16 @@ import pytest
 import torch
 from test_expert_dispatch import drawn
 
+from chronicals.kernels import grouped_launch, low_rank_term
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts
+from chronicals.kernels.grouped_launch import ProductLaunch
 from chronicals.kernels.grouped_product import (
-    GATHER_FIRST,
-    GATHER_NONE,
-    GATHER_SECOND,
-    LowRankTerm,
     grouped_product_reference,
-    grouped_weight_gradient_reference,
-    held_columns,
     launch_product,
-    launch_weight_gradient,
     product_launch,
-    weight_gradient_launch,
 )
-from mutants import mutant
+from chronicals.kernels.low_rank_term import LowRankTerm, held_columns
+from mutants import importing, mutant
 
 module = sys.modules[
     "chronicals.kernels.grouped_product"
@@ -103,23 +98,6 @@ def test_what_an_adapter_adds(rank, dtype, device):
     )
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("of_tokens", [GATHER_NONE, GATHER_FIRST, GATHER_SECOND])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_weight_gradient(case, of_tokens, dtype, device):
-    tokens, each, experts, inputs, outputs = case
-    to = to_low_tiles(tokens, each, experts, device)
-    rows = [
-        tokens if of_tokens == which else len(to.order_S) for which in (GATHER_FIRST, GATHER_SECOND)
-    ]
-
-    def by(function):
-        return lambda a, b: function(a, b, to, of_tokens, 0.5)
-
-    draw = tensors(dtype, device, (rows[0], outputs), (rows[1], inputs))
-    compare(by(module.grouped_weight_gradient), by(grouped_weight_gradient_reference), draw)
-
-
 def test_the_reference_is_a_sum_over_pairs():
     tokens, each, experts, inputs, outputs = CASES[1]
     experts_Tk = drawn(tokens, each, experts, "cpu")
@@ -129,19 +107,6 @@ def test_the_reference_is_a_sum_over_pairs():
     expected = torch.einsum("tk,tjnk->tjn", x, w[experts_Tk]).flatten(0, 1)
     got = grouped_product_reference(x, w, to, of_tokens=True)[to.places_S.long()]
     torch.testing.assert_close(got, expected)
-    dy = torch.randn(tokens * each, outputs).double()
-    chosen = torch.nn.functional.one_hot(experts_Tk.flatten(), experts).double()
-    dw = torch.einsum("se,sn,sk->enk", chosen, dy, x.repeat_interleave(each, 0))
-    torch.testing.assert_close(
-        grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, GATHER_SECOND), dw
-    )
-
-
-def test_experts_without_rows_have_no_gradient(device):
-    to = dispatch_to_experts(torch.full((9, 1), 2, device=device), 4)
-    a, b = (torch.randn(9, 16, device=device).bfloat16() for _ in range(2))
-    got = module.grouped_weight_gradient(a, b, to)
-    assert not got[[0, 1, 3]].any() and got[2].any()
 
 
 def test_no_tokens(device):
@@ -149,7 +114,6 @@ def test_no_tokens(device):
     x = torch.zeros(0, 8, device=device)
     w = torch.randn(3, 5, 8, device=device)
     assert module.grouped_product(x, w, to, of_tokens=True).shape == (0, 5)
-    assert not module.grouped_weight_gradient(x, x, to).any()
 
 
 def test_strided_rows(device):
@@ -219,102 +183,40 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
     """Widths that fill no tile, in tiles of both kinds."""
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     to = to_low_tiles(70, 2, 4, device)
-    x, u = (torch.randn(*shape, device=device).to(kind) for shape in ((140, 96), (140, 48)))
+    x = torch.randn(140, 96, device=device).to(kind)
     w = torch.randn(4, 48, 96, device=device).to(kind)
-    launch = module.ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 32)
+    launch = ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 32)
     tolerance = (
         {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     )
     for weight in (w, w.mT.contiguous().mT):
         got = launch_product(launch, x, weight, to, False)
         torch.testing.assert_close(got, grouped_product_reference(x, weight, to), **tolerance)
-    tokens = x[:70].contiguous()
-    for a, b, which in ((u, tokens, GATHER_SECOND), (tokens, u, GATHER_FIRST)):
-        got = launch_weight_gradient(launch, a, b, to, which, 1.0, kind)
-        torch.testing.assert_close(
-            got, grouped_weight_gradient_reference(a, b, to, which), **tolerance
-        )
 
 
 @pytest.mark.parametrize(("kib", "boxes"), [(99, False), (163, False), (227, True)])
 def test_launches_fit_the_card(kib, boxes, let_return):
-    """A gradient's stages, of which two hold no rows, too."""
-    let_return(module, shared_memory=kib << 10, has_boxes=boxes)
-    card = torch.device("cuda", 0)
-    for launch, rows in (
-        (product_launch(128, 1536, card), 128),
-        (weight_gradient_launch(1536, 2048, card), 128),
-    ):
-        held = launch.stages - 2 * (boxes and launch.stages > 3)
-        assert (
-            held >= 2
-            and held * (rows + launch.columns) * launch.depth * 2 <= kib << 10
-            and launch.boxes == boxes
-        )
+    let_return(grouped_launch, shared_memory=kib << 10)
+    let_return(low_rank_term, shared_memory=kib << 10)
+    let_return(module, has_boxes=boxes)
+    launch = product_launch(128, 1536, torch.device("cuda", 0))
+    assert launch.stages >= 2 and launch.boxes == boxes
+    assert launch.stages * (128 + launch.columns) * launch.depth * 2 <= kib << 10
 
 
 @pytest.mark.parametrize("rank", [1, 64, 129, 256, 257, 264, 300, 384, 600])
 @pytest.mark.parametrize("kib", [64, 99, 163, 227])
 def test_the_columns_of_an_adapter_fit_the_card(kib, rank, let_return):
     """As many as a tile holds, which are a power of 2."""
-    let_return(module, shared_memory=kib << 10, has_boxes=kib == 227)
+    let_return(grouped_launch, shared_memory=kib << 10)
+    let_return(low_rank_term, shared_memory=kib << 10)
+    let_return(module, has_boxes=kib == 227)
     for rows, width in ((128, 1536), (64, 1536), (128, 48)):
         card = torch.device("cuda", 0)
         launch = product_launch(rows, width, card, rank)
         held = held_columns(rank, card)
         assert held >= min(rank, 64 if kib == 64 else 256) and held.bit_count() == 1
         assert (rows + launch.columns) * held * (4 if kib == 64 else 2) <= kib << 10
-
-
-@pytest.mark.parametrize("of_tokens", [GATHER_NONE, GATHER_FIRST, GATHER_SECOND])
-def test_by_the_library(of_tokens, device, monkeypatch):
-    """Whatever it leaves where an expert has no rows: those are zeros."""
-    experts_Tk = torch.randint(0, 2, (40, 2), device=device) * 2  # experts 1 and 3 have none
-    to = dispatch_to_experts(experts_Tk, 4)
-
-    def library(a, b, offs):
-        ends = offs.tolist()
-        return torch.stack(
-            [
-                a[:, s:e] @ b[s:e] if e > s else a.new_full((len(a), b.shape[1]), 7)
-                for s, e in zip([0, *ends], ends)
-            ]
-        )
-
-    monkeypatch.setattr(module.F, "grouped_mm", library)
-    rows = [40 if of_tokens == which else 80 for which in (GATHER_FIRST, GATHER_SECOND)]
-    a, b = (torch.randn(count, width, device=device) for count, width in zip(rows, (24, 200)))
-    got = module._by_library(a, b, to, of_tokens)
-    torch.testing.assert_close(
-        got, grouped_weight_gradient_reference(a, b, to, of_tokens), rtol=1e-4, atol=1e-4
-    )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "of_tokens", "faster"),
-    [
-        ((1536, 2048), GATHER_SECOND, True),
-        ((2048, 768), GATHER_FIRST, False),
-        ((4096, 14336), GATHER_FIRST, True),
-        ((1536, 16), GATHER_NONE, False),
-        ((1536, 2048), GATHER_NONE, True),
-    ],
-)
-def test_when_the_library_is_faster(sizes, of_tokens, faster):
-    assert module._library_is_faster(*sizes, of_tokens) == faster
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_torch_s_product_on_a_card():
-    to = dispatch_to_experts(torch.randint(0, 7, (2000, 2), device="cuda"), 8)
-    a = torch.randn(4000, 1536, device="cuda").bfloat16()
-    b = torch.randn(2000, 1280, device="cuda").bfloat16()
-    assert module.uses_library(a, b, GATHER_SECOND, 1.0, torch.bfloat16) == (
-        torch.cuda.get_device_capability() == (9, 0)
-    )
-    got = module.grouped_weight_gradient(a, b, to, GATHER_SECOND)
-    expected = grouped_weight_gradient_reference(a, b, to, GATHER_SECOND)
-    assert (got - expected).norm() <= 5e-3 * expected.norm() and not got[7].any()
 
 
 def test_other_shapes_are_refused():
@@ -325,12 +227,8 @@ def test_other_shapes_are_refused():
 
 MUTATIONS = {
     "one weight for all": ("w_ptr + slot.to(tl.int64) * w_stride_e", "w_ptr + 0 * w_stride_e"),
-    "the adapter of the first expert": (
-        "up_ptr + expert.to(tl.int64) * up_stride_e",
-        "up_ptr + 0 * up_stride_e",
-    ),
     "slots are not read": ("tl.load(slots_ptr + expert) if HAS_SLOTS else expert", "expert"),
-    "no factor": ("(total * factor)", "total"),
+    "no factor": ("total *= factor", "pass"),
     "bias of the first expert": (
         "bias_ptr + expert.to(tl.int64) * bias_stride",
         "bias_ptr + 0 * bias_stride",
@@ -347,8 +245,10 @@ OF_BOXES = {
 """Faults in the tiles that Hopper's copy engine loads, where rows are multiples of 16 bytes."""
 
 
-def assert_found(fault, depth, device):
-    wrong = mutant(module, *fault)
+def assert_found(fault, depth, device, within=module):
+    wrong = mutant(within, *fault)
+    if within is not module:
+        wrong = importing(module, wrong, within)
     to = to_low_tiles(37, 2, 4, device)
     kind = torch.float32 if device.type == "cpu" else torch.bfloat16
     shapes = ((37, depth), (4, 24, depth), (74, 8), (4, 24, 8), (4, 24))
@@ -356,9 +256,8 @@ def assert_found(fault, depth, device):
     slots = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device=device)
     results = [
         (
-            of.grouped_product(x, w, to, True, bias, of.LowRankTerm(u, up)),
-            of.grouped_product(x, w, to, True, slots=slots),
-            of.grouped_weight_gradient(u, x, to, GATHER_SECOND, 0.5),
+            of.grouped_product(x, w, to, True, bias, LowRankTerm(u, up)),
+            of.grouped_product(x, w, to, True, factor=0.5, slots=slots),
         )
         for of in (module, wrong)
     ]
@@ -373,22 +272,15 @@ def test_planted_faults_are_found(name, device):
     )  # rows of 72 bytes in bf16, which pointers load on every card
 
 
+@pytest.mark.slow
+def test_the_adapter_of_another_expert_is_found(device):
+    fault = "up_ptr + expert.to(tl.int64) * up_stride_e", "up_ptr + 0 * up_stride_e"
+    assert_found(fault, 36, device, low_rank_term)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OF_BOXES)
 def test_planted_faults_of_boxes_are_found(name, device):
     if not module.has_boxes(device):
         pytest.skip("this card has no copy engine for tiles")
     assert_found(OF_BOXES[name], 40, device)
-
-
-def test_rows_of_another_expert_do_not_count(device):
-    """What follows an expert's last row in the step of a weight gradient is not its own."""
-    wrong = mutant(module, "inside = (s < end)[:, None]", "inside = (s < s + 1)[:, None]")
-    to = to_low_tiles(37, 2, 4, device)
-    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
-    u = torch.randn(200, 8, device=device).to(kind)[:74]
-    got = [of.grouped_weight_gradient(u, u, to) for of in (module, wrong)]
-    expected = grouped_weight_gradient_reference(u, u, to)
-    assert torch.allclose(got[0], expected, rtol=2e-2, atol=2e-2) and not torch.allclose(
-        got[1], expected, rtol=2e-2, atol=2e-2
-    )

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import chronicals
 import families
 import mixtures
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.moe.offload.engine import WAVE_LOADS, ExpertEngine
 from chronicals.moe.offload.records import expert_modules
 from chronicals.patching.patch import patch_parts
@@ -297,6 +298,36 @@ def test_a_folder_whose_class_adds_them_in_another_way_is_refused(tmp_path, monk
     with pytest.raises(ValueError, match=ANOTHER_WAY):
         chronicals.offload(tmp_path, vram="1MiB", mode="soft", **HOST)
     assert closed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["native", "Qwen2Moe"])
+@torch.no_grad()
+def test_adapters_of_experts(name):
+    """A trained model: adapters on experts that are there, shared experts with adapters of theirs."""
+    model = build(name)
+    shared = "shared_expert.down_proj" if name == "Qwen2Moe" else "shared_experts.down_proj"
+    config = LoRAConfig(
+        rank=3,
+        dropout=0.0,
+        target_modules=["o_proj", shared],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    apply_lora(model, config)
+    for path, parameter in model.named_parameters():
+        if "lora" in path:
+            parameter.normal_(std=0.1)
+    expected = copy.deepcopy(model)
+    patch_parts(expected)
+    layers = sum(1 for path, _ in model.named_modules() if path.endswith(".mlp"))
+    streamed, missed = soft(model.eval(), layers * EXPERTS)
+    ids = ids_of(30)
+    assert not torch.allclose(streamed(ids).logits, expected.eval()(ids).logits, atol=1e-3)
+    assert any(found for _, found in missed)
+    for _ in range(layers):
+        streamed(ids)
+    torch.testing.assert_close(streamed(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
+    streamed.offload.close()
 
 
 def test_gradients_are_refused():

@@ -94,6 +94,20 @@ def test_sums_differ_by_their_order_only(family, adapted, tile, set_constants):
     families.assert_same(whole, tiled, 1e-11)
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm", "input_layernorm", "o_proj"])
+def test_one_part_of_a_layer_may_be_trained_alone(name):
+    """Then queries, keys or values of the first layer have no gradient."""
+    model = fused("qwen3", adapted=False)
+    for path, parameter in model.named_parameters():
+        parameter.requires_grad_(name in path)
+    whole = gradients(model)
+    tile_layers(model)
+    tiled = gradients(model)
+    assert len(whole) == len(model.get_decoder().layers) and tiled.keys() == whole.keys()
+    for path, gradient in whole.items():
+        torch.testing.assert_close(tiled[path], gradient, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])
 def test_any_number_of_key_heads_attends_at_a_time(heads, set_constants):
     """Six key heads for twelve query heads, of which the last group may have fewer."""

@@ -2,6 +2,7 @@
 after it.
 """
 
+import copy
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def seen(request, tmp_path_factory):
     return lambda case: [torch.load(folder / f"{case}.{rank}.pt") for rank in range(count)]
 
 
-def agree(found, expected, **tolerance):
+def assert_agree(found, expected, **tolerance):
     for part in ("weights", "states"):
         assert found[part].keys() == expected[part].keys()
         for name, value in expected[part].items():
@@ -56,12 +57,24 @@ def agree(found, expected, **tolerance):
 
 def test_one_micro_batch_to_the_bit(seen):
     for rank in seen("one micro-batch"):
-        agree(rank[True], rank[False], rtol=0.0, atol=0.0)
+        assert_agree(rank[True], rank[False], rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("part", ["weights", "states", "norms", "holders"])
+def test_a_difference_of_one_bit_is_found(part, seen):
+    """In what the comparisons of this file read."""
+    expected = seen("one micro-batch")[0][False]
+    tensors = copy.deepcopy(expected[part])
+    one = next(iter(tensors.values())) if isinstance(tensors, dict) else tensors
+    assert_agree({**expected, part: tensors}, expected, rtol=0.0, atol=0.0)
+    one.view(-1)[:1].view(torch.uint8)[0] ^= 1
+    with pytest.raises(AssertionError):
+        assert_agree({**expected, part: tensors}, expected, rtol=0.0, atol=0.0)
 
 
 def test_several_micro_batches_but_for_the_order_of_sums(seen):
     for rank in seen("two micro-batches"):
-        agree(rank[True], rank[False], rtol=1e-4, atol=1e-6)
+        assert_agree(rank[True], rank[False], rtol=1e-4, atol=1e-6)
         assert rank[True]["holders"][0][-1] == 0 < rank[True]["holders"][0][0]
 
 

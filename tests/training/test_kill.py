@@ -11,8 +11,6 @@ import runs
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import CHANGES, in_a_process
 
-from comparison import equal
-
 SHORT = 4
 LONG = 20
 
@@ -31,17 +29,13 @@ def uninterrupted(tmp_path_factory):
     return of
 
 
-def kill_and_resume(folder, variant, kill_at, uninterrupted):
+def assert_goes_on_after_a_kill(folder, variant, kill_at, uninterrupted):
     whole, events = uninterrupted(variant)
     what = f"{variant}, killed at event {kill_at} of {len(events)} ({events[kill_at - 1]})"
     code = in_a_process(str(folder), variant, False, kill_at, None)
     assert code == -9, what
     assert in_a_process(str(folder), variant, True, None, None) == 0, what
-    assert runs.trajectory(folder) == runs.trajectory(whole), what
-    left = runs.weights(folder)
-    right = runs.weights(whole)
-    assert left.keys() == right.keys()
-    assert all(equal(left[name], right[name]) for name in right), what
+    runs.assert_same_bits(folder, whole, what)
     leftovers = [path.name for path in (folder / "run").rglob(".*")]
     assert not leftovers, f"{what}: {leftovers}"
 
@@ -60,14 +54,14 @@ def test_killed_at_a_random_moment(tmp_path, seed, number, uninterrupted):
     variant = list(CHANGES)[number % len(CHANGES)]
     _, events = uninterrupted(variant)
     kill_at = random.Random(seed).randrange(2, len(events) + 1)
-    kill_and_resume(tmp_path, variant, kill_at, uninterrupted)
+    assert_goes_on_after_a_kill(tmp_path, variant, kill_at, uninterrupted)
 
 
 @pytest.mark.slow
 def test_killed_between_manifest_and_rename(tmp_path, uninterrupted):
     _, events = uninterrupted("full")
     renames = [number for number, kind in enumerate(events, 1) if kind == "rename"]
-    kill_and_resume(tmp_path, "full", renames[1], uninterrupted)
+    assert_goes_on_after_a_kill(tmp_path, "full", renames[1], uninterrupted)
 
 
 @pytest.mark.long
@@ -78,4 +72,6 @@ def test_killed_at_many_random_moments(tmp_path, seed, number, uninterrupted):
     # Every kind of event gets its turn, at a random one of its occurrences.
     kind = sorted(set(events))[number % len(set(events))]
     choices = [n for n, event in enumerate(events, 1) if event == kind and n > 1]
-    kill_and_resume(tmp_path, variant, random.Random(seed).choice(choices), uninterrupted)
+    assert_goes_on_after_a_kill(
+        tmp_path, variant, random.Random(seed).choice(choices), uninterrupted
+    )

@@ -13,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from killed_rollouts import VARIANTS, run
 from killed_run import in_a_process
 
-from comparison import equal
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
@@ -31,16 +29,12 @@ def uninterrupted(tmp_path_factory):
     return of
 
 
-def kill_and_resume(folder, variant, kill_at, uninterrupted):
+def assert_goes_on_after_a_kill(folder, variant, kill_at, uninterrupted):
     whole, events = uninterrupted(variant)
     what = f"{variant}, killed at event {kill_at} of {len(events)} ({events[kill_at - 1]})"
     assert in_a_process(str(folder), variant, False, kill_at, None, run=run) == -9, what
     assert in_a_process(str(folder), variant, True, None, None, run=run) == 0, what
-    assert runs.trajectory(folder) == runs.trajectory(whole), what
-    left = runs.weights(folder)
-    right = runs.weights(whole)
-    assert left.keys() == right.keys()
-    assert all(equal(left[name], right[name]) for name in right), what
+    runs.assert_same_bits(folder, whole, what)
     assert samples(folder) == samples(whole), what
 
 
@@ -57,11 +51,13 @@ def test_killed_within_a_rollout(variant, kind, tmp_path, seed, uninterrupted):
     # After the first step, so that there is a checkpoint to go on from.
     first = events.index("rename") + 1
     places = [n for n, event in enumerate(events, 1) if event == kind and n > first]
-    kill_and_resume(tmp_path, variant, random.Random(seed).choice(places), uninterrupted)
+    assert_goes_on_after_a_kill(
+        tmp_path, variant, random.Random(seed).choice(places), uninterrupted
+    )
 
 
 @pytest.mark.slow
 def test_killed_before_the_first_checkpoint(tmp_path, uninterrupted):
     variant = "several updates"
     _, events = uninterrupted(variant)
-    kill_and_resume(tmp_path, variant, events.index("rewards") + 1, uninterrupted)
+    assert_goes_on_after_a_kill(tmp_path, variant, events.index("rewards") + 1, uninterrupted)

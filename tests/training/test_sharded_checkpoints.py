@@ -100,14 +100,6 @@ def uninterrupted_divided(tmp_path_factory):
     return whole_run(tmp_path_factory.mktemp("divided") / "run", "weights")
 
 
-def same(folder, whole):
-    left = runs.weights(folder)
-    right = runs.weights(whole)
-    return runs.trajectory(folder) == runs.trajectory(whole) and all(
-        equal(left[name], right[name]) for name in right
-    )
-
-
 @on_cpu
 def test_each_rank_writes_its_own(uninterrupted):
     folder, events = uninterrupted
@@ -148,10 +140,10 @@ def test_two_go_on_to_the_bit_and_one_within_the_order_of_sums(alone, uninterrup
     else:
         codes, words = by_two(folder, resume=True)
         assert codes == [0, 0], words
-        assert same(folder, whole)
+        runs.assert_same_bits(folder, whole)
 
 
-def kill_and_resume(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
+def assert_goes_on_after_a_kill(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
     whole, events = uninterrupted
     what = f"rank {rank} killed at event {kill_at} of {events[rank]}"
     codes, words = by_two(folder, rank=rank, kill_at=kill_at, sharding=sharding)
@@ -160,7 +152,7 @@ def kill_and_resume(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
         assert check_checkpoint(left) is None, what
     codes, words = by_two(folder, resume=True, sharding=sharding)
     assert codes == [0, 0], (what, words)
-    assert same(folder, whole), what
+    runs.assert_same_bits(folder, whole, what)
     assert not [path.name for path in (folder / "run").rglob(".*")], what
 
 
@@ -168,7 +160,7 @@ def kill_and_resume(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_at_a_random_moment(rank, tmp_path, seed, uninterrupted):
-    kill_and_resume(
+    assert_goes_on_after_a_kill(
         tmp_path / "run",
         rank,
         random.Random(seed).randrange(1, uninterrupted[1][rank] + 1),
@@ -181,7 +173,7 @@ def test_a_rank_is_killed_at_a_random_moment(rank, tmp_path, seed, uninterrupted
 @pytest.mark.parametrize("number", range(20))
 def test_ranks_are_killed_at_many_random_moments(number, tmp_path, seed, uninterrupted):
     rank = number % 2
-    kill_and_resume(
+    assert_goes_on_after_a_kill(
         tmp_path / "run",
         rank,
         random.Random(seed + number).randrange(1, uninterrupted[1][rank] + 1),
@@ -198,4 +190,4 @@ def test_ranks_that_divide_the_weights_are_killed_at_random_moments(
     """What neither has whole is in the files of both, or in those of the checkpoint before."""
     rank = number % 2
     moment = random.Random(seed + number).randrange(1, uninterrupted_divided[1][rank] + 1)
-    kill_and_resume(tmp_path / "run", rank, moment, uninterrupted_divided, "weights")
+    assert_goes_on_after_a_kill(tmp_path / "run", rank, moment, uninterrupted_divided, "weights")

@@ -2,6 +2,8 @@
 
 import pytest
 
+from chronicals.standard_json import to_json
+from chronicals.tuning.run_process import MetricsTail
 from chronicals.tuning.scores import NoScore, held_out_score, speed_of, why_other_steps
 
 LINES = [
@@ -62,3 +64,21 @@ def test_other_steps_have_no_speed(factors, said):
 
 def test_all_steps_are_compared():
     assert "only 12 steps can be compared" in why_other_steps(LINES[:12], LINES)
+
+
+def test_steps_that_both_skipped_are_the_same(tmp_path):
+    """As fp16's loss scale does at first; ``metrics.jsonl`` has ``null`` for such a norm."""
+    path = tmp_path / "metrics.jsonl"
+    skipped = [{**line, "grad_norm": float("inf")} if line["step"] < 3 else line for line in LINES]
+    path.write_text("".join(to_json(line) + "\n" for line in skipped))
+    read = MetricsTail(path).look()
+    assert why_other_steps(read, read) is None
+    assert why_other_steps(read, LINES).startswith("its gradient norm deviates by nan%")
+    assert why_other_steps(LINES, read).startswith("its gradient norm deviates by nan%")
+
+
+def test_a_loss_that_is_not_finite_is_no_score(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(to_json({"step": 1, "eval_loss": float("inf")}) + "\n")
+    with pytest.raises(NoScore, match="is not a number"):
+        held_out_score(MetricsTail(path).look()[0], "loss")

@@ -22,7 +22,7 @@ import chronicals
 from chronicals.cli import wording
 from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.config import AUTO, DECIDED, headings_of
+from chronicals.config.checked_class import AUTO, DECIDED, headings_of
 from chronicals.config.foreign import NOT_SHOWN, no_such_field, no_such_objective, suggestion
 from chronicals.config.presets import PRESET_WORDS
 from chronicals.config.sections import SECTIONS_FIELD, SHARED, of_flags

@@ -7,10 +7,10 @@ from chronicals.config.config import (
     Role,
     TrainOn,
     Turns,
-    explain,
 )
 from chronicals.config.data_source import DataSource
 from chronicals.config.errors import ConfigurationError
+from chronicals.config.explanations import explain
 from chronicals.config.presets import PRESETS
 from chronicals.config.recipe import Recipe, preset
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
+from chronicals.config.checked_class import AUTO, STRICT, Heading, configuration, is_auto
 from chronicals.config.errors import ConfigurationError
-from chronicals.config.foreign import OUR_NAMES, no_such_field, own_value
+from chronicals.config.explanations import raise_together
 from chronicals.config.reward_entries import (
     DROP,
     as_entries,
@@ -26,8 +25,8 @@ from chronicals.config.reward_entries import (
     reward_text,
 )
 from chronicals.config.sections import SECTIONS_FIELD, gathered, merged
+from chronicals.config.strict_yaml import EachOnce
 from chronicals.config.values import (
-    FOREIGN,
     OwnPath,
     as_gigabytes,
     as_lora_init,
@@ -47,170 +46,8 @@ from chronicals.config.values import (
 IMPLIED = ("quantization", "use_lora", "lora_dropout")
 """Fields that other fields may set if they were left out."""
 
-SOURCE_ERROR = "data_source"
-"""Kind of an error whose lines describe the faults of each entry of data."""
-
-NAMED_ENTRIES = ("gate", "columns")
-"""Fields that hold named entries; messages also name the entry."""
-
-
-def explain(
-    cls: type,
-    error: pydantic.ValidationError,
-    given: Mapping[str, Any] | None = None,
-    unknown: Callable[..., str] = no_such_field,
-) -> ConfigurationError:
-    """Return an error with a line for each mistake.
-
-    A line has the field, its value, what is allowed, and what to write instead.
-
-    Args:
-        cls: the dataclass whose fields were passed.
-        error: what pydantic found.
-        given: the fields that were passed.
-        unknown: returns the line on a field that does not exist.
-    """
-    given = given or {}
-    known = [field.name for field in dataclasses.fields(cls)]
-    lines: list[str] = []
-    for detail in error.errors():
-        name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
-        if detail["type"] == "missing":
-            if any(OUR_NAMES.get(theirs) == name for theirs in given):
-                continue  # the line on their name says to write ours
-            line = f"{name}: required, and was not given"
-            base = given.get("base_model")
-            if name == "model" and base is not None:
-                line += (
-                    f"; base_model={base!r} is the model of an adapter; use model={base!r} in "
-                    "the place of base_model where a model is trained"
-                )
-            lines.append(line)
-        elif detail["type"] == "unexpected_keyword_argument":
-            value = detail["input"]
-            line = unknown(name, value, known, given)
-            lines.append(_accepted(cls, name, value, line, given))
-        elif detail["type"] == SOURCE_ERROR:
-            shown = "" if isinstance(detail["input"], (list, Mapping)) else f"={detail['input']!r}"
-            lines += [f"{name}{shown}: {line}" for line in detail["msg"].splitlines()]
-        else:
-            lines.append(_wrong(name, detail, given))
-    return ConfigurationError("\n".join(dict.fromkeys(lines)))
-
-
-def _accepted(cls: type, name: str, value: Any, line: str, given: Mapping[str, Any]) -> str:
-    """Return the line on a field with another name here.
-
-    If our field does not take its value, the line says what is wrong with that.
-    """
-    ours = OUR_NAMES.get(name, "")
-    if f"; use {ours}={value!r}" not in line:
-        return line
-    field = cls.__pydantic_fields__[ours]  # type: ignore[attr-defined]
-    annotation: Any = Annotated[field.rebuild_annotation(), field]
-    try:
-        pydantic.TypeAdapter(annotation).validate_python(value)
-    except pydantic.ValidationError as error:
-        return (
-            f"{name}: no such field; {_wrong(ours, {**error.errors()[0], 'loc': (ours,)}, given)}"  # type: ignore[dict-item]
-        )
-    return line
-
-
-def _wrong(name: str, detail: Any, given: Mapping[str, Any]) -> str:
-    """Return the line on a value that is not taken."""
-    path = [name]
-    if name in NAMED_ENTRIES:
-        path += [part for part in detail["loc"][1:] if isinstance(part, str)]
-    line = f"{': '.join(path)}={detail['input']!r}: {detail['msg']}"
-    if detail["type"] == FOREIGN:
-        return line
-    if detail["input"] is None:
-        return f"{line}; leave it out"
-    meant = own_value(name, given.get(name, detail["input"]))
-    return f"{line}; {meant}" if meant else line
-
-
-_T = TypeVar("_T", bound=type)
-
-
-STRICT = pydantic.ConfigDict(extra="forbid", validate_default=True)
-
-
-def configuration(cls: _T) -> _T:
-    """Decorate a checked dataclass, so that its errors are ConfigurationErrors.
-
-    Its attribute ``explicit`` has the names of the fields that were set, that is, passed with a
-    value other than ``auto``. Its docstring gets a line for each field, which ``help`` shows.
-    """
-    checked: Callable[..., None] = cls.__init__  # type: ignore[misc]
-    names = {field.name for field in dataclasses.fields(cls)}
-
-    @functools.wraps(checked)
-    def __init__(self: Any, **given: Any) -> None:
-        fields = {
-            name: value
-            for name, value in gathered(given, names).items()
-            if not is_auto(name, value)
-        }
-        try:
-            checked(self, **fields)
-        except pydantic.ValidationError as error:
-            raise explain(cls, error, fields) from None
-        object.__setattr__(self, "explicit", frozenset(fields))
-        self.check()
-
-    cls.__init__ = __init__  # type: ignore[misc]
-    lines = [inspect.getdoc(cls) or cls.__name__, "", "Attributes:"]
-    for name, field in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        default = (
-            "required"
-            if field.is_required()
-            else f"default {field.get_default(call_default_factory=True)!r}"
-        )
-        lines.append(f"    {name} ({default}): {field.description}")
-    cls.__doc__ = "\n".join(lines)
-    return cls
-
-
 LONGEST_TIMEOUT = 604_800.0
 """Seconds: a week, which torch is told to wait for a collective."""
-
-AUTO = "auto"
-"""Value of a field that the run decides, as if it had been left out."""
-
-DECIDED = frozenset(
-    {
-        "learning_rate",
-        "batch_size",
-        "gradient_accumulation_steps",
-        "max_steps",
-        "num_epochs",
-        "warmup_steps",
-        "memory",
-        "keep",
-        "overlong",
-        "train_on",
-        "max_documents",
-        "dataset_num_proc",
-        "trackers",
-        "use_flash_attention",
-        "use_fused_kernels",
-        "use_sequence_packing",
-        "use_gradient_checkpointing",
-        "use_torch_compile",
-        "use_cuda_graphs",
-        "use_lora_plus",
-        "use_rslora",
-        "use_dora",
-        "lora_rank",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-    }
-)
-"""Fields whose default depends on the objective, the data, the model or the machine."""
-
 
 TARGET_FIELDS = (
     "train_on",
@@ -223,11 +60,6 @@ TARGET_FIELDS = (
     "gate",
 )
 """Fields that decide which rows are accepted, and which of their tokens are targets."""
-
-
-def is_auto(name: str, value: Any) -> bool:
-    """Return whether a field's value leaves the decision to the run."""
-    return name in DECIDED and value in ([AUTO], AUTO)
 
 
 Positive = Annotated[int, Field(gt=0)]
@@ -267,42 +99,6 @@ ALIASES: dict[str, MemoryPolicy] = {
 """Switches that, set to true, are entries of ``memory``."""
 
 
-def raise_together(*checks: Callable[[], None]) -> None:
-    """Run all checks.
-
-    Raises:
-        ConfigurationError: what those that failed say, a line each.
-    """
-    lines: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except ConfigurationError as error:
-            lines.append(str(error))
-    if lines:
-        raise ConfigurationError("\n".join(lines))
-
-
-MERGE = "tag:yaml.org,2002:merge"
-"""Tag of the key ``<<``, which may occur several times."""
-
-
-class _EachOnce(yaml.SafeLoader):
-    """Loader of YAML that refuses a field which occurs twice, because the first would be lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} stands twice; keep one", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
 """Pairs of fields of which a run has one."""
 
@@ -324,31 +120,6 @@ def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
         if others.get(second) not in (None, AUTO):
             result.pop(first, None)
     return {**result, **others}
-
-
-@dataclasses.dataclass(frozen=True)
-class Heading:
-    """Class attribute that is the heading of the fields after it, up to the next heading."""
-
-    title: str
-
-
-def headings_of(cls: type) -> dict[str, str]:
-    """Return the heading of each field of a dataclass by name.
-
-    A class's own fields come before those it inherits. A field above all headings of its class has
-    none and is left out.
-    """
-    found: dict[str, str] = {}
-    for owner in cls.__mro__:
-        title = None
-        for name in vars(owner).get("__annotations__", {}):
-            value = vars(owner).get(name)
-            if isinstance(value, Heading):
-                title = value.title
-            elif title is not None and name not in found:
-                found[name] = title
-    return found
 
 
 @configuration
@@ -1079,7 +850,7 @@ class ChronicalsConfig:
         """
         path = Path(path)
         try:
-            fields = yaml.load(path.read_text(), _EachOnce)
+            fields = yaml.load(path.read_text(), EachOnce)
         except OSError as error:
             raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:

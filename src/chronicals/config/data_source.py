@@ -14,7 +14,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from chronicals.config.config import SOURCE_ERROR, ConfigurationError, explain
+from chronicals.config.errors import ConfigurationError
+from chronicals.config.explanations import SOURCE_ERROR, explain
 from chronicals.config.foreign import no_such_field_of_data
 from chronicals.config.values import as_value_list, exists_here, split_values
 

@@ -10,16 +10,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from chronicals.config.config import (
-    STRICT,
-    ChronicalsConfig,
-    ConfigurationError,
-    Heading,
-    configuration,
-    laid_over,
-    raise_together,
-)
+from chronicals.config.checked_class import STRICT, Heading, configuration
+from chronicals.config.config import ChronicalsConfig, laid_over
 from chronicals.config.data_source import ColumnNames, OptionalSources, Sources, with_columns
+from chronicals.config.errors import ConfigurationError
+from chronicals.config.explanations import raise_together
 from chronicals.config.presets import AUTO_PRESET, preset_fields
 from chronicals.config.reward_entries import lasting_reward
 from chronicals.config.sections import lasting_sections

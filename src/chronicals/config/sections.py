@@ -73,6 +73,18 @@ def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def in_sections(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields with the settings of objectives, such as ``dpo.beta``, in sections."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        section, dot, setting = name.partition(".")
+        if dot:
+            found.setdefault(section, {})[setting] = value
+        else:
+            found[name] = value
+    return found
+
+
 def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
     """Return the sections of ``dpo.beta=0.1`` texts of the command line.
 

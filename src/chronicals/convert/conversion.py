@@ -15,6 +15,7 @@ from chronicals.config.config import EXCLUSIVE_PAIRS
 from chronicals.config.foreign import SOURCE_FIELDS
 from chronicals.config.foreign_data import advice_on_data_field
 from chronicals.config.foreign_values import ABSENT_OBJECTIVES
+from chronicals.config.sections import in_sections
 from chronicals.convert.answers import FIELDS, Answer, mapped, not_needed, not_there
 from chronicals.convert.defaults import adapters_of, defaults_of
 from chronicals.convert.lengths import has_conversations
@@ -72,7 +73,7 @@ class Conversion:
         if wrong:
             raise ConfigurationError("\n".join(wrong))
         try:
-            return Recipe(**_nested({**self.fields, **self.defaults}))
+            return Recipe(**in_sections({**self.fields, **self.defaults}))
         except ConfigurationError as error:
             raise ConfigurationError(f"{self.theirs.file}: {error}") from None
 
@@ -92,11 +93,23 @@ class Conversion:
             if line.answer.kind == "mapped" and line.answer.reason:
                 said = f"{line.setting.name}: {_short(line.setting.value)}: {line.answer.reason}"
                 reasons |= dict.fromkeys(line.answer.fields, said)
-        parts = [f"# From {self.theirs.tool}, {self.theirs.file.name}\n"]
-        parts += _in_yaml(self.fields, reasons)
-        if self.defaults:
-            parts.append(f"# Left out there: what {self.theirs.tool} takes by default\n")
-            parts += _in_yaml(self.defaults, {})
+        tool = self.theirs.tool
+        # a section stands once, with what is set there and what is left out
+        sections = {name.partition(".")[0] for name in self.fields if "." in name}
+        beside = {
+            name: value
+            for name, value in self.defaults.items()
+            if name.partition(".")[0] in sections
+        }
+        reasons |= {
+            name: f"{name}: left out there: what {tool} takes by default" for name in beside
+        }
+        parts = [f"# From {tool}, {self.theirs.file.name}\n"]
+        parts += _in_yaml({**self.fields, **beside}, reasons)
+        others = {name: self.defaults[name] for name in self.defaults if name not in beside}
+        if others:
+            parts.append(f"# Left out there: what {tool} takes by default\n")
+            parts += _in_yaml(others, {})
         if self.depends_on_rows:
             parts.append(
                 "# No row is here: TRL trains every token of a conversation, for which this is "
@@ -299,25 +312,13 @@ def _out_of_range(line: Line) -> Iterator[str]:
             yield f"{setting.place}: {setting.name}: {setting.value!r}: {message} ({name})"
 
 
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with settings of objectives, ``dpo.beta``, in sections."""
-    nested: dict[str, Any] = {}
-    for name, value in fields.items():
-        section, dot, setting = name.partition(".")
-        if dot:
-            nested.setdefault(section, {})[setting] = value
-        else:
-            nested[name] = value
-    return nested
-
-
 FIRST = ("model", "data", "validation_data", "objective", "output_dir")
 """Fields at the head of a recipe."""
 
 
 def _in_yaml(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> Iterator[str]:
     """Yield the lines of fields, each behind the reason for its value."""
-    nested = _nested(fields)
+    nested = in_sections(fields)
     order = [name for name in FIRST if name in nested]
     for name in [*order, *(name for name in nested if name not in FIRST)]:
         within = [name, *(one for one in fields if one.startswith(f"{name}."))]

@@ -190,14 +190,20 @@ def _of_yaml(text: str, file: Path) -> Iterator[Setting]:
         raise ConfigurationError(f"{file}: not YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode) or not isinstance(values, dict):
         raise ConfigurationError(f"{file}: expected 'field: value' lines, and found none")
-    for key, node in root.value:
-        value = values.get(key.value)
-        if key.value in BLOCKS and isinstance(node, yaml.MappingNode) and value:
-            for inner, _ in node.value:
-                line = inner.start_mark.line + 1
-                yield Setting(f"{key.value}.{inner.value}", _number(value[inner.value]), line, file)
+    nodes = {key.value: node for key, node in root.value}
+    for key, value in values.items():
+        node = nodes.get(key)
+        if key in BLOCKS and isinstance(node, yaml.MappingNode) and value:
+            for inner, own in value.items():
+                yield Setting(f"{key}.{inner}", _number(own), _line_of(inner, node), file)
         else:
-            yield Setting(str(key.value), _number(value), key.start_mark.line + 1, file)
+            yield Setting(str(key), _number(value), _line_of(key, root), file)
+
+
+def _line_of(key: Any, mapping: yaml.MappingNode) -> int:
+    """Return the line of a key; of one that another mapping gives (``<<``) that of the latter."""
+    lines = {node.value: node.start_mark.line + 1 for node, _ in mapping.value}
+    return lines.get(str(key), lines.get("<<", mapping.start_mark.line + 1))
 
 
 def _number(value: Any) -> Any:

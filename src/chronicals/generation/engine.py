@@ -232,7 +232,7 @@ class Engine:
         pages = layout.within(memory, prompts)
         counts = {group: count + 1 for group, count in pages.items()}  # with a scratch page
         if layout != self._layout or any(counts[group] > self._made[group] for group in counts):
-            self._layers.clear()  # before the new pages are made
+            self.release()  # before new pages are made, for which there may be no room
             _free_unused(device)
             with self._graphs.recorder.allocating() if self._graphs else nullcontext():
                 self._layers = {

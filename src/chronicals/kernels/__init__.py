@@ -7,7 +7,8 @@ from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import fp8_linear
 from chronicals.kernels.fused_experts import fused_experts
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
-from chronicals.kernels.grouped_product import grouped_product, grouped_weight_gradient
+from chronicals.kernels.grouped_product import grouped_product
+from chronicals.kernels.grouped_weight_gradient import grouped_weight_gradient
 from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
 from chronicals.kernels.linear_distillation import linear_distillation

@@ -76,6 +76,13 @@ class Dispatch(NamedTuple):
             return self.tokens_of_whole
         return len(self.order_S) // self.each
 
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        """Yield each expert that has pairs, and their places; the host waits for the bounds."""
+        bounds = self.bounds.tolist()
+        for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+            if begin < end:
+                yield expert, slice(begin, end)
+
     def part(self, first: int, end: int, bounds: Sequence[int]) -> Dispatch:
         """Return the dispatch of the pairs of experts ``first`` to ``end - 1`` alone.
 

@@ -34,7 +34,6 @@ from chronicals.kernels.expert_stacks import (
     ExpertStack,
     Layout,
 )
-from chronicals.kernels.grouped_product import LowRankTerm, held_columns, low_rank_term
 from chronicals.kernels.launch import (
     in_rows,
     kernel_constant,
@@ -45,6 +44,12 @@ from chronicals.kernels.launch import (
     runs_triton,
     tl,
     triton,
+)
+from chronicals.kernels.low_rank_term import (
+    LowRankTerm,
+    held_columns,
+    low_rank_strides,
+    low_rank_term,
 )
 from chronicals.kernels.nf4 import CODE_VALUES, code_of
 from chronicals.kernels.nf4_product import LEAST_ROWS, MOST_ROWS, table_for
@@ -324,8 +329,7 @@ def _product(
         of.second_slot,
         of.blocks_before,
         0 if bias is None else bias.stride(0),
-        0 if u is None else u.stride(0),
-        *((0, 0, 0) if up is None else up.stride()),
+        *low_rank_strides(u, up),
         gathers,
         slots is not None,
         bias is not None,
@@ -473,21 +477,19 @@ def few_tokens_product_reference(
     Raises:
         ValueError: a row is of an expert that is in no slot.
     """
-    bounds = to.bounds.tolist()
     slots = range(to.experts) if slot_of_expert is None else slot_of_expert.tolist()
     rows = x[to.order_S.long() // to.each] if of_tokens else x
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(len(rows), stack.layout.outputs)
-    for expert, (begin, end, slot) in enumerate(zip(bounds, bounds[1:], slots)):
-        if begin == end:
-            continue
+    for expert, span in to.spans():
+        slot = slots[expert]
         if not 0 <= slot < stack.layout.slots:
             raise ValueError(
-                f"expert {expert} has {end - begin} rows and slot {slot} of {stack.layout.slots}: "
+                f"expert {expert} has {span.stop - span.start} rows and slot {slot} of {stack.layout.slots}: "
                 "copy it to a slot first"
             )
-        total = rows[begin:end].to(wide) @ stack.dense(slot, x.dtype).to(wide).t()
+        total = rows[span].to(wide) @ stack.dense(slot, x.dtype).to(wide).t()
         if adapted is not None:
-            total += adapted.u_SR[begin:end].to(wide) @ adapted.up_ENR[expert].to(wide).t()
-        y[begin:end] = total if bias is None else total + bias[slot]
+            total += adapted.u_SR[span].to(wide) @ adapted.up_ENR[expert].to(wide).t()
+        y[span] = total if bias is None else total + bias[slot]
     return y

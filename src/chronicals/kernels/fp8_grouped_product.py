@@ -27,15 +27,15 @@ from torch import Tensor
 
 from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.kernels.fp8 import Scaled, lacks_fp8
+from chronicals.kernels.grouped_launch import ProductLaunch
 from chronicals.kernels.grouped_product import (
-    LowRankTerm,
-    ProductLaunch,
     check_product,
     grouped_product_reference,
     launch_product,
     product_launch,
 )
 from chronicals.kernels.launch import operator, runs_triton
+from chronicals.kernels.low_rank_term import LowRankTerm
 
 FP8_STEP_DEPTH = 128
 """Depth of a step of the sum over K: 128 elements are rows of 128 bytes, as in 16 bit."""

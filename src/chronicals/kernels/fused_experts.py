@@ -39,15 +39,15 @@ from chronicals.kernels.expert_stacks import ExpertStack, StackIn16Bits, StackIn
 from chronicals.kernels.few_tokens_product import are_few_tokens, few_tokens_product
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
-from chronicals.kernels.grouped_product import (
+from chronicals.kernels.grouped_product import grouped_product
+from chronicals.kernels.grouped_weight_gradient import (
     GATHER_FIRST,
     GATHER_NONE,
     GATHER_SECOND,
-    LowRankTerm,
-    grouped_product,
     grouped_weight_gradient,
 )
 from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.low_rank_term import LowRankTerm
 from chronicals.kernels.products import product
 
 MIN_PRODUCT_COLUMNS = 16

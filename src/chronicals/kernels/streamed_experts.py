@@ -35,10 +35,10 @@ from chronicals.kernels.fused_experts import (
     apply_product,
     input_gradient,
 )
-from chronicals.kernels.grouped_product import (
+from chronicals.kernels.grouped_product import grouped_product
+from chronicals.kernels.grouped_weight_gradient import (
     GATHER_FIRST,
     GATHER_SECOND,
-    grouped_product,
     grouped_weight_gradient,
 )
 from chronicals.kernels.launch import differentiable_once

@@ -277,9 +277,19 @@ class GradientSums:
     def add(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Add the gradients of the parameters at some outputs, and return those of ``inputs``."""
+        """Add the gradients of the parameters at some outputs, and return those of ``inputs``.
+
+        Outputs without a graph, such as values where norms of queries alone are trained, are left
+        out.
+        """
         of_inputs = len(inputs)
-        found = torch.autograd.grad(outputs, (*inputs, *self.trained), gradients, allow_unused=True)
+        pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
+        found = torch.autograd.grad(
+            [y for y, _ in pairs],
+            (*inputs, *self.trained),
+            [dy for _, dy in pairs],
+            allow_unused=True,
+        )
         for place, gradient in enumerate(found[of_inputs:]):
             total = self.totals[place]
             if gradient is None:

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import ALIASES, AUTO
+from chronicals.config.checked_class import AUTO
+from chronicals.config.config import ALIASES
 from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate, Moment, StepShape
 from chronicals.objectives import Objective
 from chronicals.policies.exclusions import conditions, why_excluded

@@ -82,13 +82,13 @@ fused, so that it is three times their bytes.
 SKIPPED = "down"
 """The product whose output the backward pass of a layer does not read."""
 
-ATTENTION_KERNELS = 7
 SUM_BYTES = 4
 """Bytes of a value of the gradients that are summed over tiles: they are fp32."""
 
 GRADIENT_BYTES = 8
 """Bytes moved to add a gradient of a value to its fp32 sum: it is read and written."""
 
+ATTENTION_KERNELS = 7
 OTHER_KERNELS = 22
 ADAPTER_KERNELS = 8
 """Kernels of a layer in both passes beside its products: of FlashAttention; of norms, rotation,

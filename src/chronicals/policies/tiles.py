@@ -1,4 +1,4 @@
-"""What policies have in common that compute a part of every layer in tiles of rows."""
+"""Base of the policies that compute a part of every layer in tiles of rows."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class InMemory:
 
 
 class StackFormat(ABC):
-    """How a stacked weight of a layer's experts lies in records.
+    """Format of a stacked weight of a layer's experts in records.
 
     Attributes:
         count: the number E of experts.
@@ -398,7 +398,7 @@ class _SlotsInFP8:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where the tensors of an expert are in its record.
+    """Places of the tensors of an expert in its record.
 
     Attributes:
         parts: by name of the weight and name of the part: the part, and its first byte.

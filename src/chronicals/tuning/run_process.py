@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from chronicals.bound_process import BoundProcess
 from chronicals.training.errors import TrainingError
+from chronicals.training.run.callbacks import metrics_line
 from chronicals.training.run.lock import FolderInUse, locked
 from chronicals.tuning.trial import State
 
@@ -62,7 +62,7 @@ class MetricsTail:
             file.seek(self._read)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._read += len(whole) + len(newline)
-        self.lines += [json.loads(line) for line in whole.splitlines()]
+        self.lines += [metrics_line(line) for line in whole.splitlines()]
         return self.lines
 
 

@@ -79,8 +79,18 @@ def why_other_steps(
         ("loss", "loss", LOSS_TOLERANCE),
         ("grad_norm", "gradient norm", GRADIENT_TOLERANCE),
     ):
-        deviations = [abs(mine[name] - its[name]) / (abs(its[name]) or 1.0) for mine, its in shared]
+        deviations = [_deviation(mine[name], its[name]) for mine, its in shared]
         deviation = statistics.fmean(deviations)
         if not deviation <= tolerance:  # also refuses NaN
             return f"its {words} deviates by {deviation:.1%} from that of trial 0"
     return None
+
+
+def _deviation(value: float, expected: float) -> float:
+    """Return a relative deviation.
+
+    It is 0 where neither is a number: fp16's loss scale lets both runs skip such a step.
+    """
+    if math.isnan(value) and math.isnan(expected):
+        return 0.0
+    return abs(value - expected) / (abs(expected) or 1.0)

@@ -16,7 +16,7 @@ import yaml
 from pydantic_core import PydanticCustomError
 
 from chronicals.config import Recipe
-from chronicals.config.config import headings_of
+from chronicals.config.checked_class import headings_of
 from chronicals.config.sections import SECTIONS_FIELD
 from chronicals.config.values import split_values
 

@@ -13,7 +13,7 @@ from typing import Any
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.recipe import PATH_FIELDS
 from chronicals.config.reward_entries import reward_entry
-from chronicals.config.sections import PATH_SETTINGS, SECTIONS_FIELD
+from chronicals.config.sections import PATH_SETTINGS, SECTIONS_FIELD, in_sections
 from chronicals.ui.fields import FormField, recipe_fields
 from chronicals.ui.place import OutsideRoot, Place
 
@@ -87,18 +87,11 @@ class RecipeForm:
         Raises:
             Faults: the form has no field of such a name.
         """
-        values: dict[str, Any] = {"objective": self.objective}
         unknown = texts.keys() - self.fields.keys()
         if unknown:
             raise Faults({}, tuple(f"{name}: no such field" for name in sorted(unknown)))
-        for name, text in texts.items():
-            value = self.fields[name].value(text)
-            section, dot, setting = name.partition(".")
-            if dot:
-                values.setdefault(section, {})[setting] = value
-            else:
-                values[name] = value
-        return values
+        values = {name: self.fields[name].value(text) for name, text in texts.items()}
+        return {"objective": self.objective, **in_sections(values)}
 
     def check(self, texts: Mapping[str, str]) -> None:
         """Check the recipe of a form.

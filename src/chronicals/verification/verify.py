@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,21 +31,16 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.making.store import LABEL_COLUMN, SIDE_COLUMN
+from chronicals.data import BatchStream, filler_token
 from chronicals.data.packs.packing import plan_epoch
 from chronicals.data.packs.steps import Step
 from chronicals.distributed import Mesh, require_one_process
-from chronicals.kernels.adamw import join_master
 from chronicals.memory import checkpoints_end_with_errors
-from chronicals.models import ModelShape, embedding_table, has_4bit_layers, reach_positions
-from chronicals.models.router_loss import SWITCH
-from chronicals.objectives import Objective, build_objective
+from chronicals.models import ModelShape, embedding_table, reach_positions
+from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.objectives.registry import BESIDE
-from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
-from chronicals.quantization.bitsandbytes import has_foreign_layers
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.columns.frozen import with_frozen_columns
 from chronicals.training.columns.start_columns import StartColumns
@@ -59,14 +53,12 @@ from chronicals.training.preparation import (
     readable_again,
 )
 from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
-from chronicals.training.session import prepare_session
 from chronicals.training.step.routers import prepare_routers
-from chronicals.training.step.training_step import rate_factor, set_learning_rate
+from chronicals.training.step.training_step import rate_factor
 from chronicals.verification import comparison
+from chronicals.verification.arms import Arms
 from chronicals.verification.bitsandbytes_arm import (
     ARM,
-    BitsAndBytesArm,
-    BitsAndBytesNotRun,
 )
 from chronicals.verification.comparison import (
     Beside,
@@ -75,23 +67,19 @@ from chronicals.verification.comparison import (
     StepLoss,
     Tally,
     Verification,
-    plain_name,
     rounding_walk,
 )
 from chronicals.verification.drawn_steps import DrawnSteps
 from chronicals.verification.machine import version_of
-from chronicals.verification.quantised import rounded_experts, rounded_layer
 from chronicals.verification.reference import (
     Item,
-    MaskedDocument,
     PlainAdamW,
-    PlainArm,
     count_items,
     exact_products,
     scheduled_rates,
-    take_types,
     without_dropout,
 )
+from chronicals.verification.training_path import TrainingPath, step_items
 
 FEWEST = 5
 _MOST = 20
@@ -113,78 +101,6 @@ In a model that trains, it is low enough not to overflow and high enough not to 
 
 RATE = 1e-9
 """Allowed error of a learning rate as a share of the peak, in fp64."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """Results of one training step.
-
-    Attributes:
-        loss: loss of the whole step.
-        applied: False if a gradient was not finite and the update was skipped.
-        gradients: by name of the weight, before clipping, in their own dtype, with fp16's loss
-            scale divided out.
-    """
-
-    loss: float
-    applied: bool
-    gradients: dict[str, Tensor]
-
-
-class TrainingPath:
-    """The session of training, without CUDA graphs, because gradients are copied before the update.
-
-    Args:
-        model: the model on its device; steps train it.
-        config: configuration of the run.
-        total_steps: number of steps of the whole run.
-        tokenizer: the model's tokenizer.
-    """
-
-    def __init__(
-        self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None
-    ):
-        self.model = model
-        self.config = config
-        self.total_steps = total_steps
-        self.session = prepare_session(model, config, build_objective(config), tokenizer=tokenizer)
-        self.trained = {
-            plain_name(name): p for name, p in model.named_parameters() if p.requires_grad
-        }
-        self.stepping = self.session.stepping
-        model.train()
-
-    def step(self, step: Step, number: int) -> Made:
-        """Train one step; call it in the context of ``stepping``."""
-        factor = rate_factor(self.config, number, self.total_steps)
-        set_learning_rate(self.session.optimizer, factor)
-        gradients: dict[str, Tensor] = {}
-
-        def hold() -> None:
-            scale = float(self.session.precision.scale)
-            for name, parameter in self.trained.items():
-                if parameter.grad is not None:
-                    gradients[name] = (
-                        parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
-                    )
-
-        scalars = self.session.train_once(step, hold)
-        return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
-
-    @torch.no_grad()
-    def weight(self, name: str) -> Tensor:
-        """Return a copy of a trained weight in fp32.
-
-        A bf16 weight is joined with the low half that its master keeps.
-        """
-        parameter = self.trained[name]
-        optimizer = self.session.optimizer
-        low = optimizer.state_of(parameter).get("low") if parameter in optimizer.state else None
-        return (
-            parameter.detach().float().clone()
-            if low is None
-            else join_master(parameter, low.to(parameter.device))
-        )
 
 
 def verify(
@@ -288,7 +204,7 @@ def _verify(
         steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
-    arms = _Arms.of(model, device, config, objective, notes)
+    arms = Arms.of(model, device, config, objective, notes)
     path = TrainingPath(model, config, total, tokenizer)
     config = path.session.config  # with the settings that fit took, as a run would have them
     store = StartColumns(
@@ -347,129 +263,10 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
     return config, notes
 
 
-@dataclass(frozen=True)
-class _Arms:
-    """The arms that the training path is compared with.
-
-    Attributes:
-        config: configuration of the run.
-        others: the bitsandbytes arm, for a base in 4 bits.
-    """
-
-    config: ChronicalsConfig
-    fp32: PlainArm
-    plain: PlainArm
-    others: BitsAndBytesArm | None
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        device: torch.device,
-        config: ChronicalsConfig,
-        objective: Objective,
-        notes: list[str],
-    ) -> _Arms:
-        """Create the arms from the model, before the run changes it; add messages to ``notes``."""
-        exact = config.mixed_precision == "fp32"
-        fp32 = PlainArm(model, device, config, objective)
-        plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
-        own = dict(model.named_buffers())
-        for name, right in fp32.model.named_buffers():
-            value = own.get(name)
-            if value is None or not right.is_floating_point() or value.shape != right.shape:
-                continue
-            off = float((value.to(right) - right).abs().max() / right.abs().max().clamp(min=1e-30))
-            if off > 1e-6:
-                # model.bfloat16() also casts rotary frequencies, which then rotate every position
-                # by a wrong angle.
-                notes.append(
-                    f"{name} is off by {off:.1e} from what the configuration gives, which the "
-                    "plain arms have: load the model in its type (dtype=…) instead of casting it"
-                )
-        others = None
-        if has_4bit_layers(model) or has_foreign_layers(model):
-            try:
-                others = BitsAndBytesArm(model, fp32, config)
-                notes += others.notes
-            except BitsAndBytesNotRun as reason:
-                notes.append(f"{ARM} is not run: {reason}")
-        start = objective.frozen_start()
-        if start is not None:
-            for arm in (fp32, plain):
-                arm.take_frozen({start: model}, own_types=arm is plain)
-        return cls(config, fp32, plain, others)
-
-    def follow(self, path: TrainingPath, further: Mapping[str, Any], notes: list[str]) -> None:
-        """Take over what the run made of its model.
-
-        These are dtypes, initial values, frozen models and router losses.
-
-        Args:
-            path: of the run.
-            notes: gets messages.
-            further: more frozen models, by name, that only the objective's definition needs.
-        """
-        model = path.model
-        session = path.session
-        if self.fp32.router_loss and session.presented.router_loss is None:
-            for arm in filter(None, (self.fp32, self.plain, self.others)):
-                arm.router_loss = 0.0
-            told = f"{type(model).__name__} adds none, or one that the run leaves out"
-            notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
-        # Adapters that started with a part of the weight leave a base that lacks it.
-        for path_of_layer, layer in model.named_modules():
-            if getattr(layer, "lora_start_A", None) is None:
-                continue
-            for arm in (self.fp32, self.plain):
-                own = arm.model.get_submodule(path_of_layer)
-                is_parametrised = hasattr(own, "parametrizations")
-                name = "parametrizations.weight.original" if is_parametrised else "weight"
-                own.get_parameter(name).data.copy_(layer.base_layer.weight)
-        frozen = {name: presented.model for name, presented in session.objective.frozen.items()}
-        frozen |= {name: other.to(self.fp32.device) for name, other in further.items()}
-        for arm in (self.fp32, self.plain):
-            arm.take_frozen(frozen, own_types=arm is self.plain)
-        take_types(self.plain.model, model)
-        for parameter in self.plain.model.parameters():
-            if parameter.requires_grad:  # gradients of several passes are accumulated in fp32
-                parameter.grad_dtype = torch.float32
-        self.plain.autocast = torch.float16 if self.config.mixed_precision == "fp16" else None
-        if self.config.use_fp8:
-            for name in layers_in_fp8(model):
-                layer = self.plain.model.get_submodule(name)
-                layer.forward = partial(rounded_layer, layer)
-            for name in experts_in_fp8(model):
-                layer = self.plain.model.get_submodule(name.replace(".base_layer", ""))
-                layer.forward = partial(rounded_experts, layer)
-
-
-def step_items(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
-    """Return the items of each pack of the step that begins at ``position``, read from the store.
-
-    Each document is returned separately.
-    """
-    sides, labels = (store.columns.get(name) for name in (SIDE_COLUMN, LABEL_COLUMN))
-    packs = []
-    for pack in stream.packs_of(position):
-        items: list[Item] = []
-        for number in pack:
-            ids, trained = store.whole_document(number)
-            side = 0 if sides is None else int(sides[number])
-            label = -1 if labels is None else int(labels[number])
-            if side == 0:
-                items.append([])
-            if trained.any():  # a shared prompt is in front of its answers
-                items[-1].append(MaskedDocument(ids, trained, side, label))
-        if items:
-            packs.append(items)
-    return packs
-
-
 class _Comparison:
     """The arms, and the sums over the steps compared so far."""
 
-    def __init__(self, path: TrainingPath, arms: _Arms, rates: list[float], device: torch.device):
+    def __init__(self, path: TrainingPath, arms: Arms, rates: list[float], device: torch.device):
         self.path = path
         self.fp32 = arms.fp32
         self.plain = arms.plain

@@ -10,7 +10,7 @@ from chronicals.moe.offload.engine import ExpertEngine
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What happened to the experts of a layer.
+    """Counts of the experts of a layer.
 
     Attributes:
         path: path of their module.
@@ -37,7 +37,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What the engine did since it was made.
+    """Counts of the engine since it was made.
 
     Attributes:
         mode: ``exact``, ``numerical`` or ``soft``.
@@ -50,7 +50,7 @@ class OffloadReport:
         precision: share of the prefetched records that were then chosen; None without any.
         recall: share of the experts that had to come and were prefetched; None without any.
         stall_ms, copy_ms: milliseconds that products waited, and that copies took; timed only
-            where lines of events are written (``io``).
+            where lines of events are written (``io``), copies in ``mode="numerical"``, too.
         fallback_mass: share of the routing weight that shared experts stood in for; 0 unless
             ``mode="soft"``.
         layers: the same of each layer.

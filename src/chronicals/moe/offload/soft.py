@@ -27,6 +27,7 @@ from chronicals.kernels.expert_glu import Gate
 from chronicals.kernels.host_memory import sent
 from chronicals.kernels.streamed_experts import Adapter
 from chronicals.models import embedding_table
+from chronicals.models.routed_experts import outermost_path
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.module import LayerSource, streamed_experts_of
 from chronicals.moe.offload.records import expert_modules
@@ -80,7 +81,7 @@ def shared_experts_of(model: nn.Module) -> dict[str, SharedExperts]:
     modules = dict(streamed_experts_of(model)) or expert_modules(model)
     found = {}
     for path in modules:
-        outer = path.rpartition(".")[0]
+        outer = outermost_path(path).rpartition(".")[0]  # beside adapters around the experts
         block = model.get_submodule(outer)
         for name, gate in SHARED:
             if isinstance(getattr(block, name, None), nn.Module):
@@ -107,7 +108,7 @@ def check_shared_experts(model: Any) -> None:
     x = torch.randn(1, PROBE_TOKENS, table.shape[1], generator=generator)
     x = x.to(table.device, table.dtype)
     for path, shared in shared_experts_of(model).items():
-        with _giving_zeros(model.get_submodule(path)):
+        with _giving_zeros(model.get_submodule(outermost_path(path))):
             found = shared.block(x)
         found = found[0] if isinstance(found, tuple) else found
         own = shared(x[0]).float()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -198,20 +198,18 @@ class MetricsFile(Callback):
             file.write(to_json({**line, "time": round(time.time(), 3)}) + "\n")
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """Return the lines of a ``metrics.jsonl``.
+def metrics_line(text: str | bytes) -> dict[str, Any]:
+    """Return a line of a ``metrics.jsonl``, in which ``null`` is NaN."""
+    values = json.loads(text)
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
-    ``null`` is NaN, and an incomplete last line is left out.
-    """
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return the lines of a ``metrics.jsonl``, without an incomplete last one."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            lines.append(
-                {
-                    name: math.nan if value is None else value
-                    for name, value in json.loads(text).items()
-                }
-            )
+            lines.append(metrics_line(text))
         except json.JSONDecodeError:
             logger.warning("%s: a line is torn and left out: %.40s", path, text)
     return lines

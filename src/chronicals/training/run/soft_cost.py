@@ -1,4 +1,4 @@
-"""What it costs in held-out loss that shared experts stand in for missing ones."""
+"""Cost in held-out loss of shared experts that stand in for missing ones."""
 
 from __future__ import annotations
 
