@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import mixtures
 import rollouts
 import runs
 import tiny
@@ -38,7 +39,15 @@ VARIANTS = {
         "lora_rank": 4,
     },
     "RLOO": {"objective": "rloo", "section": {"scale": "batch"}, "learning_rate": 1e-3},
+    "a mixture with an anchor": {"router": {"anchor": 0.5, "anchor_tokens": 150}},
 }
+
+
+def model_of(variant):
+    """A native mixture where routers are anchored, else a tiny Llama."""
+    if "router" in VARIANTS[variant]:
+        return mixtures.mixture(random=False, vocab_size=300, num_hidden_layers=2)
+    return tiny.llama()
 
 
 def by_length(completions, **columns):
@@ -50,7 +59,8 @@ def train(folder, variant):
     """Train; only the first process has rewards."""
     rewards = rollouts.Rewards((by_length,))
     given = {"batch_size": 1, "max_seq_length": 96, "max_steps": 5, "report_samples": 0}
-    return rollouts.train(folder, rewards=rewards, **{**given, **VARIANTS[variant]})
+    model = model_of(variant)
+    return rollouts.train(folder, model=model, rewards=rewards, **{**given, **VARIANTS[variant]})
 
 
 def train_by_two(folder, variant):
