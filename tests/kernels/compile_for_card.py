@@ -174,6 +174,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
         "few_tokens_product": lambda: products_of_few_tokens(nf4),
+        "dense_slots": lambda: values_of_slots(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
@@ -538,6 +539,19 @@ def products_of_few_tokens(nf4) -> None:
     for stack in stacks_of_experts(nf4, experts, outputs, 896):
         x = torch.zeros(pairs, stack.layout.columns, dtype=HALF)
         few_tokens_product(x, stack, to, False, bias, adapted, slots)
+
+
+def values_of_slots(nf4) -> None:
+    """Of every packed format, small blocks and large, in 16 and in 32 bits."""
+    from chronicals.kernels.dense_slots import dense_slots
+    from chronicals.kernels.expert_stacks import StackIn16Bits, StackInFP8
+
+    records = torch.zeros(4, dtype=torch.int32)
+    for stack in stacks_of_experts(nf4, 8, 96, 2048):
+        if isinstance(stack, StackIn16Bits | StackInFP8):
+            continue
+        for dtype in (HALF, torch.float32):
+            dense_slots(stack, records, torch.zeros(4, 96, stack.layout.columns, dtype=dtype))
 
 
 def stacks_of_experts(nf4, experts: int, outputs: int, columns: int) -> list:
