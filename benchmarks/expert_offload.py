@@ -17,9 +17,9 @@ process of its own; what is in OUT.json is run again only if it is named.
 Bound of a row: the larger of its time with everything on the card and of its copied bytes over the
 measured bus; ``share`` is the bound over the time. All rows but ``whole`` have ``--layers`` of the 48
 layers: layers do the same work one after another, so a token's time is that of head and embedding
-and a multiple of a layer's, from which ``tokens/s of 48 layers`` is computed. Budgets are scaled
-likewise. Rows are printed only with what shows that they computed the same: greedy tokens and logits of
-decoding, losses and gradient norms of training.
+and a multiple of a layer's, from which ``tokens/s of 48 layers`` and the share of decoding are
+computed. Budgets are scaled likewise. Rows are printed only with what shows that they computed the
+same: greedy tokens and logits of decoding, losses, gradient norms and weights of training.
 
 Not run here: llama.cpp's ``--n-cpu-moe``, which needs a build with CUDA, and kt-kernel, which needs a
 processor with AMX.
@@ -30,11 +30,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,12 @@ TINY = {
 FEW_TOKENS = 8
 """Tokens of a short answer."""
 
+HEAD_CALLS = 20
+"""Calls of the head one after another, which the host launches faster than a device takes them."""
+
+SAME_STEPS = 3
+"""Steps whose losses and gradient norms are compared."""
+
 COPIES = 30
 """Copies whose median is the rate of the bus."""
 
@@ -87,19 +95,19 @@ class Sizes:
         width: tokens of a document of training.
         steps: training steps.
         warm: of these the first ones, which are not timed.
-        experts: memory of experts in training, and in that of the whole model.
+        experts: GiB of experts in training with ``whole`` layers, and in that of the whole model.
         tiny: the model is tiny.
     """
 
     layers: int
     whole: int = WHOLE_LAYERS
     prompt: int = 8192
-    tokens: int = 64
+    tokens: int = 256
     slots: int = 32
     width: int = 2048
     steps: int = 8
     warm: int = 3
-    experts: tuple[str, str] = ("4GiB", "2GiB")
+    experts: tuple[float, float] = (4.0, 2.0)
     tiny: bool = False
 
     @property
@@ -111,6 +119,15 @@ class Sizes:
     def config(self, layers: int) -> Any:
         """Return the configuration of the model."""
         return transformers.Qwen3MoeConfig(**{**self.model, "num_hidden_layers": layers})
+
+    def expert_memory(self, whole: float, layers: int) -> str:
+        """Return the memory of experts, as recipes name it.
+
+        Args:
+            whole: its GiB with all layers.
+            layers: decoder layers, whose share of it is taken.
+        """
+        return f"{1024 * whole * layers / self.whole}MiB"
 
     @property
     def record(self) -> int:
@@ -127,7 +144,7 @@ TINY_SIZES = Sizes(
     width=64,
     steps=3,
     warm=1,
-    experts=("0.1875MiB", "0.09375MiB"),
+    experts=(0.28125 / 1024, 0.09375 / 1024),
     tiny=True,
 )
 
@@ -183,7 +200,9 @@ def built(sizes: Sizes, layers: int, quantised: bool = False) -> Any:
 def offloaded(model: Any, sizes: Sizes, **options: Any) -> Any:
     """Return the model with ``sizes.slots`` of its experts a layer in slots."""
     budget = sizes.slots * len(model.model.layers) * sizes.record
-    return chronicals.offload(model, vram=budget, **options)
+    model = chronicals.offload(model, vram=budget, **options)
+    model.offload.engine.verify()  # else each record's first copy would wait for its checksum
+    return model
 
 
 @torch.no_grad()
@@ -241,15 +260,16 @@ def chosen_by(model: Any) -> dict[str, int]:
 
 @torch.no_grad()
 def head_seconds(model: Any) -> float:
-    """Return the seconds of embedding, last norm and head for a token."""
+    """Return the seconds of embedding, last norm and head for a token, as the device takes them."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=where())
     inner = model.model
 
-    def call() -> None:
-        model.lm_head(inner.norm(inner.embed_tokens(ids)))
+    def calls() -> None:
+        for _ in range(HEAD_CALLS):
+            model.lm_head(inner.norm(inner.embed_tokens(ids)))
 
-    call()
-    return statistics.median(seconds(call) for _ in range(20))
+    calls()
+    return statistics.median(seconds(calls) for _ in range(5)) / HEAD_CALLS
 
 
 def of_whole(token: float, head: float, layers: int) -> float:
@@ -311,15 +331,17 @@ def decoded(missing: float, sizes: Sizes, mode: str = "exact") -> dict[str, Any]
         free(model)
         del model
     copies = arms["exact"]["missing"] * sizes.record / bus
+    head = resident["head"]
+    resident_rate = of_whole(resident["seconds"], head, sizes.layers)
+    bound = max(1 / resident_rate, copies * WHOLE_LAYERS / sizes.layers)
     found = {
         "bus": bus,
+        "head": head,
         "resident": resident["seconds"],
-        "resident tokens/s of 48 layers": of_whole(
-            resident["seconds"], resident["head"], sizes.layers
-        ),
+        "resident tokens/s of 48 layers": resident_rate,
         "copies": copies,
         "arms": arms,
-        "share": max(resident["seconds"], copies) / arms["exact"]["seconds"],
+        "share": bound * arms["exact"]["tokens/s of 48 layers"],
     }
     if mode != "exact":
         found["gain"] = arms["exact"]["seconds"] / arms[mode]["seconds"]
@@ -397,30 +419,65 @@ def mapped(missing: float, sizes: Sizes) -> dict[str, Any]:
 
 
 def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
-    """Return the row of training steps of so many documents, frozen experts streamed."""
+    """Return the row of training steps of so many documents, frozen experts streamed.
+
+    Attention's backward pass sums in any order unless it is told otherwise, so whether both arms give
+    the same bits is seen over steps of their own, with deterministic algorithms and without graphs,
+    which streamed experts do not have; beside them are steps of the resident arm as graphs.
+    """
     bus = bus_rate(sizes.record)
+    memory = {"resident": None, "offloaded": sizes.expert_memory(sizes.experts[0], sizes.layers)}
     arms = {
         arm: steps_of(packs, quantised, sizes, sizes.layers, experts)
-        for arm, experts in (("resident", None), ("offloaded", sizes.experts[0]))
+        for arm, experts in memory.items()
     }
+    few = replace(sizes, steps=SAME_STEPS, warm=1)
+    eager = {"use_cuda_graphs": False}
+    with deterministic():
+        compared = {
+            arm: steps_of(packs, quantised, few, sizes.layers, experts, eager)
+            for arm, experts in memory.items()
+        }
+        compared["resident as graphs"] = steps_of(packs, quantised, few, sizes.layers, None)
     ours = arms["offloaded"]
     copies = ours["bytes"] / bus
     return {
         "bus": bus,
         "copies": copies,
         "arms": arms,
+        "compared": {
+            arm: {name: found[name] for name in ("losses", "norms", "weights")}
+            for arm, found in compared.items()
+        },
         "tokens": packs * sizes.width,
-        "equal": all(arms["resident"][name] == ours[name] for name in ("losses", "norms")),
+        "equal": all(
+            compared["resident"][name] == compared["offloaded"][name]
+            for name in ("norms", "weights")
+        ),
         "share": max(arms["resident"]["seconds"], copies) / ours["seconds"],
         "of resident": arms["resident"]["seconds"] / ours["seconds"],
     }
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Context manager in which attention's backward pass sums in one order."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it torch refuses cuBLAS's products
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def of_whole_model(sizes: Sizes) -> dict[str, Any]:
     """Return the row of QLoRA of all layers, and its peak."""
     packs = max(1, 4096 // sizes.width) if not sizes.tiny else 1
     bus = bus_rate(sizes.record)
-    ours = steps_of(packs, True, sizes, sizes.whole, sizes.experts[1])
+    memory = sizes.expert_memory(sizes.experts[1], sizes.whole)
+    lean = {"memory": ["recompute_layers", "offload_experts"], "logits_chunk_size": 512}
+    ours = steps_of(packs, True, sizes, sizes.whole, memory, lean)
     return {
         "bus": bus,
         "copies": ours["bytes"] / bus,
@@ -431,7 +488,12 @@ def of_whole_model(sizes: Sizes) -> dict[str, Any]:
 
 
 def steps_of(
-    packs: int, quantised: bool, sizes: Sizes, layers: int, experts: str | None
+    packs: int,
+    quantised: bool,
+    sizes: Sizes,
+    layers: int,
+    experts: str | None,
+    fields: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return losses, gradient norms, seconds and peak of training steps.
 
@@ -441,13 +503,14 @@ def steps_of(
         sizes: sizes.
         layers: decoder layers.
         experts: memory of the experts' slots; None if all are on the card.
+        fields: further fields of the configuration.
     """
     model = built(sizes, layers, quantised)
     model.config.use_cache = False
-    streamed: dict[str, Any] = {}
+    streamed = dict(fields or {})
     if experts is not None:
         model = chronicals.offload(model, vram=experts)
-        streamed = {"memory": ["offload_experts"], "expert_memory": experts}
+        streamed = {"memory": ["offload_experts"], "expert_memory": experts, **streamed}
     if where() == "cpu":
         chronicals.patch_model(model)  # sessions do that on a card alone
     config = ChronicalsConfig(
@@ -477,10 +540,12 @@ def steps_of(
             if experts is not None:
                 copied.append(chosen_by(model)["bytes"])
         peak = torch.cuda.max_memory_allocated() if where() == "cuda" else 0
+        weights = [checksum(p) for p in model.parameters() if p.requires_grad]
     free(model)
     return {
         "losses": losses,
         "norms": norms,
+        "weights": weights,
         "seconds": statistics.median(times[sizes.warm :]),
         "all seconds": times,
         "bytes": (copied[-1] - copied[sizes.warm]) / (sizes.steps - sizes.warm)
@@ -488,6 +553,12 @@ def steps_of(
         else 0,
         "peak": peak,
     }
+
+
+def checksum(x: Tensor) -> int:
+    """Return the sum of the bits of a tensor, in words of its elements' size."""
+    words = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    return int(x.detach().contiguous().view(words).long().sum())
 
 
 def train(session: Any, step: Any, scalars: dict[str, Any]) -> None:
@@ -540,7 +611,7 @@ def line_of(name: str, row: dict[str, Any]) -> str:
                 f"{found['missing'] / found['chosen']:.1%} missing, {same_words(found)}"
             )
     if "equal" in row:
-        parts.append("losses and norms " + ("equal" if row["equal"] else "DIFFER"))
+        parts.append("norms and weights " + ("equal" if row["equal"] else "DIFFER"))
     if "peak GiB" in row:
         parts.append(f"peak {row['peak GiB']:.2f} GiB (bar 7)")
     if not arms:

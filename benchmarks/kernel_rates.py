@@ -14,7 +14,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from chronicals.kernels.adamw_8bit import (
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
+from chronicals.kernels.dense_slots import dense_slots, dense_slots_reference
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import (
@@ -1042,6 +1043,25 @@ def products_of_few_tokens():
     dense = random(experts, outputs, columns, scale=0.02)
     slots = torch.randperm(experts, device="cuda").int()
     room = torch.empty_like(dense)
+    formats = stacks_of(dense, room)
+    for tokens in (1, 8, 64):
+        chosen = torch.rand(tokens, experts, device="cuda").topk(each, 1).indices
+        to = dispatch_to_experts(chosen, experts)
+        x = random(tokens, columns)
+        visited = len(chosen.unique())
+        for name, (stack, dequantise) in formats.items():
+            yield products_of_one_format(
+                f"{name}, {tokens} tokens", x, to, stack, slots, visited, dense, dequantise, room
+            )
+
+
+def stacks_of(
+    dense: Tensor, room: Tensor
+) -> dict[str, tuple[ExpertStack, Callable[[], object] | None]]:
+    """Stacks of the sizes of ``dense`` ``[E, N, K]`` in every format, and calls that write all dense
+    values to ``room``; None for weights that are not packed.
+    """
+    experts, outputs, columns = dense.shape
     matrix = room.view(-1, columns)
     codes, absmax = quantize_nf4(dense.view(-1, columns))
     scales = quantize_scales(absmax)
@@ -1053,7 +1073,7 @@ def products_of_few_tokens():
     # random bytes would be scales that are not numbers
     blocks.view(-1, 144)[:, :4] = torch.tensor([0.01, 0.01], dtype=torch.float16).view(byte)
     blocks = blocks.cuda()
-    formats = {
+    return {
         "16 bit": (StackIn16Bits(dense), None),
         "FP8": (StackInFP8.of_experts(*in_fp8), None),
         "NF4": (
@@ -1066,15 +1086,34 @@ def products_of_few_tokens():
         ),
         "Q4_K": (StackInGGUF(blocks, "Q4_K"), lambda: dequantize_gguf(blocks, matrix, "Q4_K")),
     }
-    for tokens in (1, 8, 64):
-        chosen = torch.rand(tokens, experts, device="cuda").topk(each, 1).indices
-        to = dispatch_to_experts(chosen, experts)
-        x = random(tokens, columns)
-        visited = len(chosen.unique())
-        for name, (stack, dequantise) in formats.items():
-            yield products_of_one_format(
-                f"{name}, {tokens} tokens", x, to, stack, slots, visited, dense, dequantise, room
-            )
+
+
+def dense_values_of_slots():
+    """``dense_slots``: the values of 56 of 128 experts' gate and up, a wave of streamed experts in 4
+    bits, in slots in any order. Beside it a launch for each expert.
+    """
+    experts, wave = 128, 56
+    dense = random(experts, 1536, 2048, scale=0.02)
+    records = torch.randperm(experts, device="cuda")[:wave].int()
+    out = torch.empty_like(dense[:wave])
+    for name, (stack, dequantise) in stacks_of(dense, torch.empty_like(dense)).items():
+        if dequantise is None:
+            continue
+        expected = torch.empty_like(out)
+        dense_slots_reference(stack, records, expected)
+        singles = records.split(1)
+        held = sum(tensor.nbytes for tensor in stack.tensors if tensor.ndim > 1)
+
+        def one_by_one(stack: ExpertStack = stack, singles: Sequence[Tensor] = singles) -> None:
+            for matrix, record in zip(out.split(1), singles):
+                dense_slots(stack, record, matrix)
+
+        yield Row(
+            f"dense_slots, {name}",
+            {"ours": partial(dense_slots, stack, records, out), "one by one": one_by_one},
+            bytes=held * wave // experts + out.nbytes,
+            error=(relative(dense_slots(stack, records, out), expected), 0.0),
+        )
 
 
 def products_of_one_format(
@@ -1440,6 +1479,7 @@ GROUPS = {
     "nf4": nf4,
     "nf4_product": products_of_few_rows,
     "few_tokens_product": products_of_few_tokens,
+    "dense_slots": dense_values_of_slots,
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,

@@ -1,15 +1,18 @@
 """Generation with experts in host memory: the same tokens as with all of them on the device."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from test_decode_graphs import EmulatedRecorder
 
 import chronicals
 import families
 from chronicals.generation.engine import Engine
 from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
+from chronicals.kernels.cuda_graphs import capture_under_way
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 from chronicals.patching.patch import patch_parts
 
@@ -101,4 +104,70 @@ def test_the_engine_serves_it():
         for given in (resident(model), streamed)
     ]
     assert answers[0] == answers[1] and all(len(tokens) == NEW for tokens in answers[0])
+    streamed.offload.close()
+
+
+class CutRecorder(EmulatedRecorder):
+    """Emulates graphs that are cut: what the host decides runs where the capture was cut.
+
+    Attributes:
+        cuts: how often.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.cuts = 0
+
+    def cut(self, decide):
+        self.cuts += 1
+        decide()
+
+    def capture(self, run):
+        def captured(*slots):
+            with capture_under_way(self):
+                return run.func(*slots)
+
+        return super().capture(partial(captured, *run.args))
+
+
+def requests_of(lengths):
+    prompts = [torch.randint(1, families.VOCABULARY, (length,)).tolist() for length in lengths]
+    return [Request(prompt, NEW, Sampling(temperature=0.0)) for prompt in prompts]
+
+
+def tokens_of(model, requests, recorder):
+    answers = Engine(model, None, recorder).generate(requests)
+    return [answer.tokens for [answer] in answers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("predictor", [None, "last"])
+def test_steps_as_graphs_are_cut_where_the_host_looks(name, predictor):
+    model = MODELS[name]()
+    requests = requests_of((3, 11))
+    streamed = offloaded(model, 100 if name == "gpt-oss" else 40, predictor=predictor)
+    recorder = CutRecorder()
+    expected = tokens_of(resident(model), requests, EmulatedRecorder())
+    assert tokens_of(streamed, requests, recorder) == expected
+    layers = len(streamed.offload.engine.layers)
+    assert recorder.captures and recorder.cuts == layers * (
+        recorder.replays + len(recorder.captures)
+    )
+    report = streamed.offload.report()
+    assert report.misses > 0 and report.slots < 16
+    streamed.offload.close()
+
+
+@pytest.mark.slow
+def test_steps_whose_experts_have_no_room_are_not_captured():
+    model = MODELS["qwen3"]()
+    requests = requests_of((3, 11, 6))
+    streamed = offloaded(model, 40)
+    engine = streamed.offload.engine
+    assert 2 * 4 > engine.slots >= 2 * 2  # k experts of each of four slots, of two, of one
+    recorder = CutRecorder()
+    expected = tokens_of(resident(model), requests, EmulatedRecorder())
+    assert tokens_of(streamed, requests, recorder) == expected
+    assert all(slots <= engine.most_tokens_in_graphs for slots, *_ in recorder.captures)
     streamed.offload.close()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import weakref
+from contextlib import closing
 
 import pytest
 import torch
@@ -149,14 +150,23 @@ def test_lines_of_events(tmp_path):
     assert json.loads(json.dumps(report.to_json()))["hits"] == report.hits and str(report)
 
 
+def test_packed_weights_are_released():
+    """Records are all that is left of the codes that they were made from."""
+    model = families.routed("Qwen3Moe", num_experts=8)
+    quantise_experts(model)
+    streamed = chronicals.offload(model, vram="1MiB", ram="1GiB", device="cpu")
+    for layer in streamed.offload.engine.layers:
+        for form in layer.formats.values():
+            own = [form.one.tensors[name] for name in form.parts]
+            assert own and all(tensor.device.type == "meta" for tensor in own)
+    streamed.offload.close()
+
+
 def test_policies_evict_by_their_rank():
     def order(policy, uses):
         for expert in uses:
             policy.use((0, expert))
-        found = []
-        while (victim := policy.evict(set())) is not None:
-            found.append(victim[1])
-        return found
+        return [expert for _, expert in policy.victims(set())]
 
     uses = [1, 2, 3, 1, 1, 2]
     assert order(LeastRecentlyUsed(), uses) == [3, 1, 2]
@@ -166,13 +176,18 @@ def test_policies_evict_by_their_rank():
     for expert in (1, 2):
         policy.use((0, expert))
     policy.use((0, 3), passing=True)
-    assert policy.evict({(0, 3)}) == (0, 1) and policy.evict(set()) == (0, 3)
-    assert policy.evict({(0, 2)}) is None
+    kept = {(0, 3)}
+    with closing(policy.victims(kept)) as victims:
+        assert next(victims) == (0, 1)
+        kept.add((0, 2))  # it came to be used meanwhile
+        assert next(victims, None) is None
+    assert list(policy.victims({(0, 2)})) == [(0, 3)]
+    assert list(policy.victims(set())) == [(0, 2)]
 
 
 def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
     """A pass over all experts of a layer must not push out all that others have."""
-    monkeypatch.setattr(engine, "WAVE_LOADS", 1)
+    monkeypatch.setattr(engine, "WAVE_BYTES", 1)
 
     class Scanned(LeastRecentlyUsed):
         def use(self, expert, passing=False):
@@ -321,12 +336,16 @@ def test_memory_that_cannot_all_be_pinned(most, monkeypatch, caplog):
 
 
 def test_copies_go_to_their_slot():
-    wrong = mutant(copies, "self.slots[slot, : len(record)]", "self.slots[0, : len(record)]")
-    record = torch.arange(8, dtype=torch.uint8)
-    for of, right in ((copies, True), (wrong, False)):
-        slots = torch.zeros(3, 8, dtype=torch.uint8)
-        of.CopyEngine(torch.device("cpu"), slots).copy(record, 2, prefetch=True)
-        assert torch.equal(slots[2], record) == right
+    wrong = mutant(copies, "into = self._rows[slot]", "into = self._rows[0]")
+    records = torch.arange(14, dtype=torch.uint8).split([8, 6])
+    for prefetch in (True, False):
+        for of, right in ((copies, True), (wrong, False)):
+            slots = torch.zeros(3, 8, dtype=torch.uint8)
+            with of.CopyEngine(torch.device("cpu"), slots).copying(prefetch) as copy:
+                for record, slot in zip(records, (2, 1)):
+                    copy(record, slot)
+            assert torch.equal(slots[2], records[0]) == right
+            assert torch.equal(slots[1, :6], records[1]) == right
 
 
 def test_planted_faults_of_the_engine_are_found(monkeypatch):

@@ -10,7 +10,7 @@ import chronicals
 import families
 import mixtures
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.moe.offload.engine import WAVE_LOADS, ExpertEngine
+from chronicals.moe.offload.engine import MOST_COMING, ExpertEngine
 from chronicals.moe.offload.records import expert_modules
 from chronicals.patching.patch import patch_parts
 
@@ -183,7 +183,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     begun = []
     copies = engine._copies
 
-    def begin(record, slot, prefetch):
+    def begin(record, slot, stream, prefetch):
         assert prefetch, "a copy that something waits for"
         begun.append(slot)
         done.discard(slot)
@@ -191,23 +191,24 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     def wait_for(slots):
         assert set(slots) <= done, "products wait for a copy"
 
-    monkeypatch.setattr(copies, "copy", begin)
+    monkeypatch.setattr(copies, "_copy", begin)
     monkeypatch.setattr(copies, "is_filled", lambda slot: slot in done)
     monkeypatch.setattr(copies, "wait_for", wait_for)
     monkeypatch.setattr(copies, "timing", lambda slot: lambda: None)
     for _ in range(5):
         streamed(ids_of(12))
-    assert len(begun) == len(set(begun)) == WAVE_LOADS < 20  # none gives up its slot on the way
+    assert len(begun) == len(set(begun)) == MOST_COMING < 20  # none gives up its slot on the way
     assert all(found for _, found in missed)
     first = begun[:3]
+    held = {slot: expert for expert, slot in engine._slot_of.items()}
     for slot in first:
-        layer, expert = engine._held[slot]
+        layer, expert = held[slot]
         record = engine.slab.record(engine.layers[layer].first + expert)
         engine._memory[slot, : engine.layers[layer].layout.bytes] = record[
             : engine.layers[layer].layout.bytes
         ]
         done.add(slot)
-    experts = {engine._held[slot] for slot in first}
+    experts = {held[slot] for slot in first}
     missed.clear()
     streamed(ids_of(40))
     for layer, expert in experts:

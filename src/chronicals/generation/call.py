@@ -433,7 +433,8 @@ class Call:
         A power of two; as graphs, of up to ``SAME_COST_ROWS`` every second one.
         """
         slots = _power_of_two(count)
-        if self._graphs is not None and slots <= SAME_COST_ROWS:
+        pads = self._graphs is not None and self._graphs.has_free_padding
+        if pads and slots <= SAME_COST_ROWS:
             slots = _power_of_four_below(SAME_COST_ROWS, slots)
         return min(slots, max(self.settings.slots, count))
 

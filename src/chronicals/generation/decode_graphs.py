@@ -105,12 +105,23 @@ class DecodeGraphs:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         self.given_up = False
+        self._most: int | None = None
         self._met = set[Bucket]()
         self._captured = dict[Bucket, _Captured]()
 
+    @property
+    def has_free_padding(self) -> bool:
+        """True if more slots cost a step nothing; not where each chooses experts that are copied."""
+        return self._most is None
+
     @contextmanager
-    def around_call(self) -> Iterator[DecodeGraphs]:
-        """Context manager around a call of the engine, at whose end the graphs are dropped."""
+    def around_call(self, most: int | None = None) -> Iterator[DecodeGraphs]:
+        """Context manager around a call of the engine, at whose end the graphs are dropped.
+
+        Args:
+            most: slots of a step that is captured, at most; None without a limit.
+        """
+        self._most = most
         with self.recorder.on_stream():
             try:
                 yield self
@@ -126,12 +137,13 @@ class DecodeGraphs:
             step: takes one eagerly. It reads and writes tensors of static shapes only.
         """
         bucket = slots.bucket
+        fits = self._most is None or len(slots.ids) <= self._most
         captured = self._captured.get(bucket)
         if captured is not None:
             captured.slots.fill(slots)
         drawn = list[Drawn]()
         for _ in range(steps):
-            if captured is None and bucket in self._met and not self.given_up:
+            if captured is None and bucket in self._met and fits and not self.given_up:
                 captured = self._capture(bucket, slots, step)
             self._met.add(bucket)
             drawn.append(step(slots) if captured is None else captured.replay())

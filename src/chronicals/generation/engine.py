@@ -47,7 +47,7 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.presentation import AS_FORWARD
-from chronicals.moe.offload.module import streamed_experts_of
+from chronicals.moe.offload.module import most_tokens_in_graphs
 from chronicals.patching import packed_products
 from chronicals.quantization import dense_copies
 
@@ -187,17 +187,14 @@ class Engine:
             _free_unused(device)
 
     def _graphs_of_call(self) -> AbstractContextManager[DecodeGraphs | None]:
-        """Return a context around a call, which gives its graphs; None where there are none.
-
-        With experts in host memory there are none: the host looks which of them tokens chose.
-        """
-        if next(streamed_experts_of(self.model), None) is not None:
-            return nullcontext()
+        """Return a context around a call, which gives its graphs; None where there are none."""
         device = input_device(self.model)
         moved = self._graphs is None or self._graphs.recorder.device != device
         if moved and device.type == "cuda" and self.settings.use_cuda_graphs:
             self._graphs = DecodeGraphs(Recorder(device))
-        return nullcontext() if self._graphs is None else self._graphs.around_call()
+        if self._graphs is None:
+            return nullcontext()
+        return self._graphs.around_call(most_tokens_in_graphs(self.model))
 
     def _samples(self, requests: Sequence[Request]) -> list[Sample]:
         """Return the answers to generate, none of which has a token."""

@@ -1,11 +1,16 @@
-"""Capture of CUDA graphs that share a memory pool, on a stream for captures and replays."""
+"""Capture of CUDA graphs that share a memory pool, on a stream for captures and replays.
+
+Where the host has to decide something in the middle of a captured function, that function cuts the
+capture (``cut_capture``): a graph ends there, and another one begins. A replay launches the graphs one
+after another and lets the host decide in between.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -14,20 +19,94 @@ from torch import Tensor
 from chronicals.kernels.products import HIGH_PRIORITY, stream_of_priority
 from chronicals.kernels.tensor_lists import tables_looked_up
 
+ERRORS_THAT_END_CAPTURES = "thread_local"
+"""Only calls of the capturing thread that cannot be captured: others may copy or allocate meanwhile."""
+
 CapturedResult = TypeVar("CapturedResult")
 """What a captured function returns."""
 
 
+class Capture(Protocol):
+    """A capture that is under way."""
+
+    def cut(self, decide: Callable[[], None]) -> None:
+        """End a graph here and begin another one; replays call ``decide`` in between."""
+
+
+_capture: Capture | None = None
+
+
+@contextmanager
+def capture_under_way(capture: Capture) -> Iterator[None]:
+    """Context manager in which ``cut_capture`` cuts ``capture``."""
+    global _capture
+    before = _capture
+    _capture = capture
+    try:
+        yield
+    finally:
+        _capture = before
+
+
+def is_capture_under_way() -> bool:
+    """Return whether a function is being captured that may be cut."""
+    return _capture is not None
+
+
+def cut_capture(decide: Callable[[], None]) -> None:
+    """Let the host decide something at this place of the function that is being captured.
+
+    Args:
+        decide: called by each replay on the stream of the graphs, when what was captured before is
+            queued and nothing behind it. It may wait for the device, and queue work.
+    """
+    assert _capture is not None
+    _capture.cut(decide)
+
+
+class _CudaCapture:
+    """A capture on a card.
+
+    Args:
+        whole: the context manager of the capture, which ends the last graph.
+        pool: the memory pool.
+        mode: errors of the driver that end a capture.
+
+    Attributes:
+        steps: what a replay does.
+    """
+
+    def __init__(self, whole: torch.cuda.graph, pool: Any, mode: str):
+        self.whole = whole
+        self.pool = pool
+        self.mode = mode
+        self.steps: list[Callable[[], None]] = [whole.cuda_graph.replay]
+
+    def cut(self, decide: Callable[[], None]) -> None:
+        """End the present graph and begin another one in the same pool."""
+        self.whole.cuda_graph.capture_end()
+        following = torch.cuda.CUDAGraph()
+        self.whole.cuda_graph = following  # which the context manager ends
+        following.capture_begin(pool=self.pool, capture_error_mode=self.mode)
+        self.steps += [decide, following.replay]
+
+
 @dataclass(eq=False)
 class Graph:
-    """A CUDA graph, and the tables that its launches read."""
+    """A captured function.
 
-    graph: torch.cuda.CUDAGraph
+    Attributes:
+        steps: replays of its CUDA graphs, and what the host decides between them.
+        looked_up: the tables that its launches read.
+    """
+
+    steps: list[Callable[[], None]]
     looked_up: list[Tensor]
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
-        self.graph.replay()
+        """Run the function on the current stream."""
+        for step in self.steps:
+            step()
 
 
 class Recorder:
@@ -65,21 +144,24 @@ class Recorder:
         Raises:
             RuntimeError: it cannot be captured; nothing has run.
         """
-        graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[self.device.index or 0]
         before = generator.clone_state()
         try:
-            capture = torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            whole = torch.cuda.graph(
+                torch.cuda.CUDAGraph(),
+                pool=self.pool,
+                stream=self.stream,
+                capture_error_mode=ERRORS_THAT_END_CAPTURES,
             )
-            with tables_looked_up() as tables, capture:
+            capture = _CudaCapture(whole, self.pool, ERRORS_THAT_END_CAPTURES)
+            with tables_looked_up() as tables, whole, capture_under_way(capture):
                 result = run()
         except RuntimeError:
             generator.graphsafe_set_state(
                 before
             )  # the generator would stay registered with the failed capture
             raise
-        captured = Graph(graph, tables)
+        captured = Graph(capture.steps, tables)
         self._graphs.add(captured)
         return captured, result
 

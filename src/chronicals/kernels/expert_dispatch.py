@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chronicals.kernels.host_memory import sent
 from chronicals.kernels.launch import HAS_TRITON, next_power_of_2, operator, runs_triton, tl, triton
 
 BLOCK_PAIRS = 128
@@ -99,11 +100,11 @@ class Dispatch(NamedTuple):
         heights = [-(-(bounds[e + 1] - bounds[e]) // self.rows) for e in range(end)]
         tile = sum(heights[:first])
         tiles = self.tiles[:, tile : tile + sum(heights[first:])]
-        offset = torch.tensor([[first], [bounds[first]]], dtype=torch.int32)
+        offset = sent([[first], [bounds[first]]], torch.int32, tiles.device)
         return self._replace(
             order_S=self.order_S[bounds[first] : bounds[end]],
             bounds=self.bounds[first : end + 1] - bounds[first],
-            tiles=tiles - offset.to(tiles.device, non_blocking=True),
+            tiles=tiles - offset,
             tokens_of_whole=self.tokens,
         )
 

@@ -35,7 +35,7 @@ from chronicals.kernels.fp8 import (
     magnitude,
 )
 from chronicals.kernels.glu import _activate, _sigmoid
-from chronicals.kernels.launch import absent, operator, runs_triton, tl, triton
+from chronicals.kernels.launch import absent, compiled_once, operator, runs_triton, tl, triton
 
 GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -113,7 +113,7 @@ def _unit(
     return activated * (up + offset)
 
 
-@triton.jit
+@compiled_once(sizes=("rows",))
 def _expert_glu_forward_kernel(
     # read
     h_ptr,
@@ -252,7 +252,7 @@ def _put_halves(
         tl.store(at + width, of_up.to(kind), mask=inside)
 
 
-@triton.jit
+@compiled_once(sizes=("rows",), places=("order_ptr",))
 def _expert_glu_backward_kernel(
     # read
     g_ptr,
@@ -582,8 +582,18 @@ def expert_glu_gradient(
 
 def expert_glu_reference(h: Tensor, gate: Gate) -> Tensor:
     """Compute ``expert_glu`` in plain torch."""
-    activated, up = _parts(h.to(torch.promote_types(h.dtype, torch.float32)), gate)
+    activated, up = _parts(h.to(_wide(h)), gate)
     return (activated * up).to(h.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype of the plain computation.
+
+    It is fp64 on a CPU. There the last values of a tensor are computed by other instructions than
+    those before them, whose fp32 exponential differs in the last bit, so that the bits of a row
+    would depend on how many rows a call has.
+    """
+    return torch.float64 if x.device.type == "cpu" else torch.promote_types(x.dtype, torch.float32)
 
 
 def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -603,7 +613,8 @@ def expert_glu_gradient_reference(
     g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``expert_glu_gradient`` in plain torch, by autograd."""
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide = _wide(h)
+    result = torch.promote_types(h.dtype, torch.float32)
     g = g.to(wide)
     pairs = order.long()
     share = shares.to(wide)[pairs, None]
@@ -612,6 +623,6 @@ def expert_glu_gradient_reference(
         activated, up = _parts(leaf, gate)
         unit = activated * up
     (d_h,) = torch.autograd.grad(unit, leaf, share * g)
-    d_shares = torch.empty_like(shares, dtype=wide)
-    d_shares[pairs] = (g * unit.detach()).sum(1)
+    d_shares = torch.empty_like(shares, dtype=result)
+    d_shares[pairs] = (g * unit.detach()).sum(1).to(result)
     return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares

@@ -35,6 +35,7 @@ from chronicals.kernels.expert_stacks import (
     Layout,
 )
 from chronicals.kernels.launch import (
+    compiled_once,
     in_rows,
     kernel_constant,
     multiplied_in,
@@ -96,7 +97,7 @@ class FewTokensLaunch:
     stages: int = 3
 
 
-@triton.jit
+@compiled_once(sizes=("tiles", "experts"), places=("order_ptr",))
 def _few_tokens_kernel(
     # read: rows; weight or codes, scales, scales' scales, what codes of both stand for
     x_ptr,
@@ -382,10 +383,11 @@ def are_few_tokens(x: Tensor, to: Dispatch) -> bool:
         x: ``[S, K]`` or ``[T, K]``.
         to: the dispatch of the rows.
     """
-    return len(to.order_S) > 0 and to.tokens <= MOST_ROWS and _runs(x)
+    return len(to.order_S) > 0 and to.tokens <= MOST_ROWS and multiplies_few_tokens(x)
 
 
-def _runs(x: Tensor) -> bool:
+def multiplies_few_tokens(x: Tensor) -> bool:
+    """Return whether the kernel runs on the dtype and the device of ``x``."""
     return x.dtype in (torch.bfloat16, torch.float16) and runs_triton(x)
 
 
@@ -441,9 +443,9 @@ def few_tokens_product(
     u, up = (None, None) if adapted is None else adapted
     of_x = [tensors[0]] if layout.format == FORMAT_16_BIT else []
     kinds = {tensor.dtype for tensor in (*of_x, u, up) if tensor is not None}
-    if _runs(x) and kinds - {x.dtype}:
+    if multiplies_few_tokens(x) and kinds - {x.dtype}:
         raise ValueError(f"x is {x.dtype}, weights or adapter {kinds}: give one dtype")
-    if not len(to.order_S) or not _runs(x):
+    if not len(to.order_S) or not multiplies_few_tokens(x):
         return few_tokens_product_reference(x, stack, to, of_tokens, bias, adapted, slot_of_expert)
     y: Tensor = _product(
         in_rows(x),

@@ -33,6 +33,7 @@ from chronicals.kernels.grouped_launch import (
     tile_of,
 )
 from chronicals.kernels.launch import (
+    compiled_once,
     multiplied_in,
     multiprocessors,
     next_power_of_2,
@@ -49,7 +50,7 @@ from chronicals.kernels.low_rank_term import (
 )
 
 
-@triton.jit
+@compiled_once(sizes=("tiles", "experts"), places=("order_ptr",))
 def _product_kernel(
     # read, by pointers or by descriptors of the copy engine
     x_ptr,
@@ -459,14 +460,20 @@ def grouped_product_reference(
     factor: float = 1.0,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts."""
+    """Compute ``grouped_product`` in plain torch, expert by expert; the host waits for the counts.
+
+    The rows of an expert are multiplied in memory of their own: a CPU's library sums in another order
+    where rows begin at other multiples of 64 bytes, so bits would depend on the experts before.
+    """
     places = range(to.experts) if slots is None else slots.tolist()
     rows = x[to.order_S.long() // to.each] if of_tokens else x
     wide = torch.promote_types(x.dtype, torch.float32)
     y = x.new_empty(len(rows), weight.shape[1])
     for expert, span in to.spans():
-        total = factor * (rows[span].to(wide) @ weight[places[expert]].to(wide).t())
+        own = rows[span].to(wide, copy=True)
+        total = factor * (own @ weight[places[expert]].to(wide).t())
         if adapted is not None:
-            total += adapted.u_SR[span].to(wide) @ adapted.up_ENR[expert].to(wide).t()
+            u = adapted.u_SR[span].to(wide, copy=True)
+            total += u @ adapted.up_ENR[expert].to(wide).t()
         y[span] = total if bias is None else total + bias[expert]
     return y

@@ -29,6 +29,7 @@ from chronicals.kernels.grouped_launch import (
     tile_of,
 )
 from chronicals.kernels.launch import (
+    compiled_once,
     multiplied_in,
     next_power_of_2,
     operator,
@@ -44,7 +45,7 @@ GATHER_NONE, GATHER_FIRST, GATHER_SECOND = range(3)
 """The operand of a weight gradient whose rows are gathered from tokens."""
 
 
-@triton.jit
+@compiled_once(places=("order_ptr",))
 def _weight_gradient_kernel(
     # read, by pointers or by descriptors of the copy engine
     a_ptr,
@@ -321,12 +322,17 @@ def grouped_weight_gradient_reference(
     factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``grouped_weight_gradient`` in plain torch, expert by expert."""
+    """Compute ``grouped_weight_gradient`` in plain torch, expert by expert.
+
+    Rows are copied as in ``grouped_product_reference``.
+    """
     tokens = to.order_S.long() // to.each
     a = a[tokens] if of_tokens == GATHER_FIRST else a
     b = b[tokens] if of_tokens == GATHER_SECOND else b
     wide = torch.promote_types(a.dtype, torch.float32)
     out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)
     for expert, span in to.spans():
-        out[expert] = factor * (a[span].to(wide).t() @ b[span].to(wide))
+        own_a = a[span].to(wide, copy=True)
+        own_b = b[span].to(wide, copy=True)
+        out[expert] = factor * (own_a.t() @ own_b)
     return out

@@ -37,6 +37,27 @@ tl: Any = (
 )
 
 
+def compiled_once(
+    *, sizes: Sequence[str] = (), places: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator for a kernel that is not compiled anew for values of some arguments.
+
+    Triton compiles a kernel for each combination of integers that are 1 or multiples of 16, and of
+    addresses that are multiples of 16 bytes. Where they differ from launch to launch (waves of
+    experts), that would stop a run for seconds again and again.
+
+    Args:
+        sizes: names of integers that differ.
+        places: names of pointers into the middle of a tensor.
+    """
+    if not HAS_TRITON:
+        return lambda function: function
+    decorator: Callable[[Callable[..., Any]], Any] = triton.jit(
+        do_not_specialize=list(sizes), do_not_specialize_on_alignment=list(places)
+    )
+    return decorator
+
+
 def kernel_constant(value: Any) -> Any:
     """Return a number as a global of a module that its kernels may read."""
     return tl.constexpr(value) if HAS_TRITON else value

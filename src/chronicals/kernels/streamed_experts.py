@@ -10,7 +10,8 @@ Each row goes through the same products in the same order as if all weights were
 of an expert are never divided. The backward pass asks for the waves again; adapters of experts are
 on the device as a whole and learn, weights and biases do not. The host looks at the number of rows
 of each expert once in a forward pass, and never in a backward pass. The kernels are those of
-``fused_experts``, which reads records in place through ``slots``.
+``fused_experts``, which reads records in place through ``slots``. A decode step that is captured as
+graphs has all experts of its tokens in one wave, which the host prepares between two graphs.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R
 rank.
@@ -92,6 +93,13 @@ class ExpertSource(Protocol):
         ``x`` ``[T, D]`` is the input of the experts.
         """
 
+    def in_graph(self, bounds: Tensor, x: Tensor) -> Wave | None:
+        """Return all experts as one wave if the pass is being captured as graphs, else None.
+
+        Arguments are those of ``look``. The capture is cut here: each replay lets the host bring the
+        experts with rows into slots, whose numbers the wave's products read on the device.
+        """
+
     def on_host(self, bounds: Sequence[int], tokens: int) -> HostExperts | None:
         """Return experts that the CPU computes in a pass without gradients, or None.
 
@@ -121,11 +129,19 @@ class Adapter(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """Arguments of the function that are not differentiated."""
+    """Arguments of the function that are not differentiated.
+
+    Attributes:
+        source: the weights.
+        gate: the gated unit.
+        scales: scales of both adapters.
+        in_training: gradients are recorded, so that a backward pass may follow.
+    """
 
     source: ExpertSource
     gate: Gate
     scales: tuple[float, float]
+    in_training: bool
 
 
 class _Rows(NamedTuple):
@@ -148,6 +164,7 @@ class _Rows(NamedTuple):
     def of(
         cls, wave: Wave, to: Dispatch, bounds: Sequence[int], first: Adapter, second: Adapter
     ) -> _Rows:
+        """Return the pairs of a wave; ``bounds`` are those of all experts, on the host."""
         return cls(
             slice(wave.first, wave.end),
             slice(bounds[wave.first], bounds[wave.end]),
@@ -155,6 +172,34 @@ class _Rows(NamedTuple):
             first.beside(wave.gate_up, wave),
             second.beside(wave.down, wave),
         )
+
+    @classmethod
+    def of_all(cls, wave: Wave, to: Dispatch, first: Adapter, second: Adapter) -> _Rows:
+        """Return the pairs of a wave of all experts, of which the host knows nothing."""
+        everything = slice(None)
+        return cls(
+            everything,
+            everything,
+            to,
+            first.beside(wave.gate_up, wave),
+            second.beside(wave.down, wave),
+        )
+
+    def outputs(
+        self, of_x: ProductInput, gate: Gate, dense: bool, in_fp8: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the unit's input, the first adapter's thin product and the outputs of the pairs.
+
+        Args:
+            of_x: input of all tokens.
+            gate: the gated unit.
+            dense: the second product reads the unit's output in the dtype of x.
+            in_fp8: it reads it in FP8.
+            dtype: dtype of the results.
+        """
+        h, thin, _ = apply_product(of_x, self.up, self.to, True, dtype)
+        unit = ProductInput(*expert_glu(h, gate, dense, in_fp8))
+        return h, thin, apply_product(unit, self.down, self.to, False, dtype)[0]
 
 
 class _HostRows(NamedTuple):
@@ -206,20 +251,25 @@ class _StreamedExperts(torch.autograd.Function):
         experts: Tensor,
         settings: _Settings,
     ) -> Tensor:
-        source, gate, scales = settings
+        source, gate, scales, in_training = settings
         adapters = Adapter(a1, u1, scales[0]), Adapter(a2, u2, scales[1])
         count, width, inner = source.sizes
         to = dispatch_to_experts(experts, count)
-        bounds = source.look(to.bounds, x)
-        pairs = len(to.order_S)
-        keeps = any(ctx.needs_input_grad[:6])
-        h = x.new_empty(pairs, 2 * inner) if keeps else None
-        thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
-        z = x.new_empty(pairs, width)
+        keeps = in_training and any(ctx.needs_input_grad[:6])
         # Few tokens are multiplied by weights in FP8 without being quantised themselves.
         in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
         of_x = _quantised(x, in_fp8)
         dense = not in_fp8 or a2 is not None
+        whole = None if keeps else source.in_graph(to.bounds, x)
+        if whole is not None:
+            everything = _Rows.of_all(whole, to, *adapters)
+            z = everything.outputs(of_x, gate, dense, in_fp8, x.dtype)[2]
+            return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
+        bounds = source.look(to.bounds, x)
+        pairs = len(to.order_S)
+        h = x.new_empty(pairs, 2 * inner) if keeps else None
+        thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
+        z = x.new_empty(pairs, width)
         host_rows = None
         if not keeps and a1 is None and a2 is None:
             on_host = source.on_host(bounds, to.tokens)
@@ -227,9 +277,7 @@ class _StreamedExperts(torch.autograd.Function):
             host_rows = None if on_host is None else _HostRows.of(x, on_host, to, bounds)
         for wave in source.waves(bounds):
             rows = _Rows.of(wave, to, bounds, *adapters)
-            of_rows, thin_rows, _ = apply_product(of_x, rows.up, rows.to, True, x.dtype)
-            unit = ProductInput(*expert_glu(of_rows, gate, dense, in_fp8))
-            z[rows.at] = apply_product(unit, rows.down, rows.to, False, x.dtype)[0]
+            of_rows, thin_rows, z[rows.at] = rows.outputs(of_x, gate, dense, in_fp8, x.dtype)
             if h is not None:
                 h[rows.at] = of_rows
             if thin is not None and thin_rows is not None:
@@ -248,7 +296,7 @@ class _StreamedExperts(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, shares, h, thin, a1, u1, a2, u2, experts, *placed = ctx.saved_tensors
-        source, gate, scales = ctx.kept
+        source, gate, scales, _ = ctx.kept
         adapters = Adapter(a1, u1, scales[0]), Adapter(a2, u2, scales[1])
         to = Dispatch(*placed, *ctx.sizes)
         names = ("x", "shares", "a1", "u1", "a2", "u2")
@@ -378,7 +426,8 @@ def streamed_experts(
             f"{tuple(shares.shape)}: expected [T, {width}], [T, k] and [T, k]"
         )
     one, two = first or Adapter(), second or Adapter()
-    settings = _Settings(source, gate or Gate(), (one.scale, two.scale))
+    scales = one.scale, two.scale
+    settings = _Settings(source, gate or Gate(), scales, torch.is_grad_enabled())
     y: Tensor = _StreamedExperts.apply(
         x.contiguous(), shares, one.down, one.up, two.down, two.up, experts, settings
     )

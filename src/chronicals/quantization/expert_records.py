@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from chronicals.kernels.dense_slots import dense_slots
 from chronicals.kernels.expert_stacks import ExpertStack
+from chronicals.kernels.few_tokens_product import multiplies_few_tokens
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.fp8_experts import (
     EXPERT_DTYPE,
@@ -31,6 +33,7 @@ from chronicals.kernels.fp8_experts import (
 from chronicals.kernels.fused_experts import ExpertWeights, of_slots
 from chronicals.kernels.host_memory import sent
 from chronicals.kernels.nf4 import Scales, quantize_scales
+from chronicals.kernels.nf4_product import MOST_ROWS
 from chronicals.quantization.experts import PackedExperts, class_module
 from chronicals.quantization.nf4 import FourBits, Packed
 from chronicals.quantization.packed import PackedWeight
@@ -61,40 +64,61 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the records of the experts of a wave are, on the device of the products.
+
+    Attributes:
+        slots: int32 ``[n]``, the record of each expert; -1, or any number, for those without rows.
+        in_order: int32 ``[n]``, place of each expert among those with rows; -1 for the others.
+        records: int32 ``[m]``, the records of the experts with rows.
+        on_host: the same on the host.
+    """
+
+    slots: Tensor
+    in_order: Tensor
+    records: Tensor
+    on_host: Sequence[int]
+
+    @classmethod
+    def of(cls, slots: Sequence[int], device: torch.device) -> Places:
+        """Return the places of slots that the host knows, -1 for experts without rows, by one copy."""
+        records = [slot for slot in slots if slot >= 0]
+        in_order = []
+        count = 0
+        for slot in slots:
+            in_order.append(count if slot >= 0 else -1)
+            count += slot >= 0
+        together = sent([*slots, *in_order, *records], torch.int32, device)
+        there, order_there, records_there = together.split([len(slots), len(slots), len(records)])
+        return cls(there, order_there, records_there, records)
+
+    @classmethod
+    def on_device(cls, slots: Tensor) -> Places:
+        """Return the places of slots that the host does not know; no dense values can be made."""
+        return cls(slots, slots, slots[:0], [])
+
+
+@dataclass(frozen=True)
 class InMemory:
     """Records in a memory ``[S, bytes]``, from which products of some experts read.
 
     Attributes:
         views: tensors ``[S, …]`` by the names of a format's parts.
-        slots: int32 ``[n]`` on their device, the record of each expert of a wave; any number for
-            experts without rows.
-        numbers: the same on the host; -1 for experts without rows.
+        places: the experts.
         buffer: memory for dequantised values.
     """
 
     views: Mapping[str, Tensor]
-    slots: Tensor
-    numbers: Sequence[int]
+    places: Places
     buffer: Buffer
-
-    @property
-    def in_order(self) -> Tensor:
-        """Place of each expert among those with rows, int32 ``[n]``; -1 for the others."""
-        places = []
-        count = 0
-        for slot in self.numbers:
-            places.append(count if slot >= 0 else -1)
-            count += slot >= 0
-        return sent(places, torch.int32, self.slots.device)
 
     def chosen(self, name: str) -> Tensor:
         """Return a part of the experts with rows, ``[m, …]``, in memory of its own."""
-        records = [slot for slot in self.numbers if slot >= 0]
-        return self.views[name][sent(records, torch.int64, self.slots.device)]
+        return self.views[name][self.places.records]
 
     def of_all(self, name: str) -> Tensor:
         """Return a small part of all experts, ``[n, …]``; any values for those without rows."""
-        return of_slots(self.views[name], self.slots)
+        return of_slots(self.views[name], self.places.slots)
 
 
 class StackFormat(ABC):
@@ -114,8 +138,6 @@ class StackFormat(ABC):
     dtype: torch.dtype
     transposed: bool
     in_fp8 = False
-    dense_experts: int | None = None
-    """Experts whose dense values a product makes at once, or None if it reads records in place."""
 
     @abstractmethod
     def of_expert(self, number: int) -> dict[str, Tensor]:
@@ -129,6 +151,21 @@ class StackFormat(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name of the format for logs."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the values that a product of many rows makes of an expert; 0 if it makes none."""
+        return 0
+
+    def tokens_in_place(self, views: Mapping[str, Tensor]) -> int | None:
+        """Return the tokens of a pass, at most, whose products read records in place.
+
+        None if those of any number do.
+
+        Args:
+            views: the records, as in ``InMemory``.
+        """
+        return None
 
     def to(self, device: torch.device) -> None:  # noqa: B027  most formats share nothing
         """Move what all experts share to the device of the products."""
@@ -170,7 +207,7 @@ class PlainRecords(StackFormat):
 
     def weights(self, memory: InMemory) -> ExpertWeights:
         """Return the records themselves, and where those of the experts are."""
-        return ExpertWeights(memory.views["values"], self.transposed, slots=memory.slots)
+        return ExpertWeights(memory.views["values"], self.transposed, slots=memory.places.slots)
 
     def forget_weights(self) -> None:
         """Release the stacked weight."""
@@ -191,8 +228,6 @@ class PackedRecords(StackFormat):
         transposed: True if the class has ``[E, K, N]``.
         turned: True if the matrix of an expert is the transpose of the class's.
     """
-
-    dense_experts = 16
 
     def __init__(
         self,
@@ -250,8 +285,14 @@ class PackedRecords(StackFormat):
         return self._expert(number)
 
     def forget_weights(self) -> None:
-        """Release the packed weight."""
+        """Release the packed weight; of what experts have of their own the shapes stay."""
         self._expert = None
+        own = {
+            name: tensor.to("meta")
+            for name, tensor in self.one.tensors.items()
+            if tensor is not None and name in self.parts
+        }
+        self.one = self.one.with_tensors({**self.one.tensors, **own})
 
     def to(self, device: torch.device) -> None:
         """Move the shared tensors."""
@@ -266,10 +307,36 @@ class PackedRecords(StackFormat):
         own = {name: view[slot] for name, view in memory.views.items()}
         return self.one.with_tensors({**self.one.tensors, **own}, self.matrix, self.dtype)
 
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dequantised values of an expert."""
+        return math.prod(self.matrix) * self.dtype.itemsize
+
+    def tokens_in_place(self, views: Mapping[str, Tensor]) -> int:
+        """Return the tokens of a pass, at most, whose products dequantise inside them."""
+        stack = self.stack_of(views, self.transposed)
+        codes = next(iter(views.values()))
+        x = torch.empty(0, dtype=self.dtype, device=codes.device)
+        if stack is None or not multiplies_few_tokens(x):
+            return 0
+        return min(stack.most_tokens, MOST_ROWS)
+
+    def stack_of(self, views: Mapping[str, Tensor], transposed: bool) -> ExpertStack | None:
+        """Return records as products of few tokens read them in place, or None if they cannot."""
+        if transposed != self.turned:
+            return None
+        count = len(next(iter(views.values())))
+        rows, width = self.matrix
+        one = self.one.with_tensors(
+            {**self.one.tensors, **views}, (count * rows, width), self.dtype
+        )
+        stack: ExpertStack | None = one.expert_stack(count)
+        return stack
+
     def weights(self, memory: InMemory) -> ExpertWeights:
         """Return the experts with rows, dequantised by each call and numbered in their order."""
-        stack = SlotStack(self, memory, [slot for slot in memory.numbers if slot >= 0])
-        return ExpertWeights(stack, self.transposed, slots=memory.slots)
+        stack = SlotStack(self, memory)
+        return ExpertWeights(stack, self.transposed, slots=memory.places.slots)
 
     @property
     def label(self) -> str:
@@ -286,42 +353,37 @@ class SlotStack:
     Attributes:
         form: their format.
         memory: where the records are.
-        records: the records to dequantise, in the order of experts.
     """
 
     form: PackedRecords
     memory: InMemory
-    records: list[int]
     dtype: torch.dtype = field(init=False)
     shape: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.dtype = self.form.dtype
-        self.shape = (len(self.records), *self.form.shape[1:])
+        self.shape = (len(self.memory.places.on_host), *self.form.shape[1:])
 
     def __call__(self) -> Tensor:
         """Return the values in the class's shape, ``[m, …]`` of the m experts with rows."""
-        matrices = self.memory.buffer((len(self.records), *self.form.matrix), self.dtype)
-        for matrix, slot in zip(matrices, self.records):
-            self.form.at(self.memory, slot).into(matrix)
+        places = self.memory.places
+        matrices = self.memory.buffer((len(places.on_host), *self.form.matrix), self.dtype)
+        stack = self.form.stack_of(self.memory.views, self.form.turned)
+        if stack is not None:
+            dense_slots(stack, places.records, matrices)
+        else:
+            for matrix, slot in zip(matrices, places.on_host):
+                self.form.at(self.memory, slot).into(matrix)
         return matrices.transpose(1, 2) if self.form.turned else matrices
 
     @property
     def dense_slots(self) -> Tensor:
         """Place of each expert in what a call returns."""
-        return self.memory.in_order
+        return self.memory.places.in_order
 
     def expert_stack(self, transposed: bool) -> ExpertStack | None:
         """Return the records as products of few tokens read them in place, or None."""
-        if transposed != self.form.turned:
-            return None
-        views = self.memory.views
-        count = len(next(iter(views.values())))
-        rows, width = self.form.matrix
-        one = self.form.one
-        whole = one.with_tensors({**one.tensors, **views}, (count * rows, width), self.dtype)
-        stack: ExpertStack | None = whole.expert_stack(count)
-        return stack
+        return self.form.stack_of(self.memory.views, transposed)
 
 
 class FP8Records(StackFormat):
@@ -335,7 +397,11 @@ class FP8Records(StackFormat):
     """
 
     in_fp8 = True
-    dense_experts = 16  # the backward pass transposes them
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the transposed values of an expert, which the backward pass makes."""
+        return self.parts["values"].bytes
 
     def __init__(
         self,
@@ -367,7 +433,7 @@ class FP8Records(StackFormat):
 
     def weights(self, memory: InMemory) -> ExpertWeights:
         """Return the records themselves, and where those of the experts are."""
-        return ExpertWeights(None, in_fp8=_SlotsInFP8(memory), slots=memory.slots)
+        return ExpertWeights(None, in_fp8=_SlotsInFP8(memory), slots=memory.places.slots)
 
     @property
     def label(self) -> str:
@@ -384,7 +450,7 @@ class _SlotsInFP8:
 
     def __init__(self, memory: InMemory):
         self.memory = memory
-        self.column_slots = memory.in_order
+        self.column_slots = memory.places.in_order
 
     def rows(self) -> Scaled:
         """Return the values and scales of all records."""
@@ -477,11 +543,14 @@ def quantised_records(
 
     count, rows, width = shape
     absmax = torch.cat([codes_of(number).scales.absmax for number in range(count)])
-    scales = Scales(absmax) if kind.scale_block is None else quantize_scales(absmax)
+    scales = Scales(absmax)
+    if kind.scale_block is not None:
+        # There the stack would be quantised, and the mean of all scales has other bits elsewhere.
+        scales = quantize_scales(absmax.to(device))
     empty = torch.empty(0, dtype=torch.uint8)
     matrix = count * rows, width
     whole = Packed(empty, scales, matrix, dtype, kind.block, kind.code, _dtype(kind, dtype))
-    found = PackedRecords(whole, shape, transposed)
+    found = PackedRecords(whole.moved(torch.device("cpu")), shape, transposed)
     scales_of = found._expert
     found.parts["codes"] = Part(torch.uint8, (rows * width // 2,))
 

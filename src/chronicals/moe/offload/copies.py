@@ -10,8 +10,8 @@ is allocated. On the CPU the same code runs over streams that do everything at o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class HostEvent:
 
 class HostStream:
     """A stream whose work is done when it is asked for."""
+
+    stream = None
 
     def wait_event(self, event: Any) -> None:
         """Return at once: what the event stands behind is done."""
@@ -77,14 +79,13 @@ class CopyEngine:
     Args:
         device: the device of the slots.
         slots: their memory, uint8 ``[S, bytes]``.
-
-    Attributes:
-        stalls: pairs of events around the waits of products, to be timed once they are done.
+        times: note when each copy began, for ``timing``.
     """
 
-    def __init__(self, device: torch.device, slots: Tensor):
+    def __init__(self, device: torch.device, slots: Tensor, times: bool = False):
         self.device = device
-        self.slots = slots
+        self.times = times
+        self._rows = list(slots)
         self._on_card = device.type == "cuda"
         self._demand = self._stream(urgent=True)
         self._prefetch = self._stream(urgent=False)
@@ -111,27 +112,49 @@ class CopyEngine:
     def _current(self) -> Any:
         return torch.cuda.current_stream(self.device) if self._on_card else HostStream()
 
-    def copy(self, record: Tensor, slot: int, prefetch: bool) -> None:
-        """Copy a record into a slot, after the products that read the slot before.
+    @contextmanager
+    def copying(self, prefetch: bool) -> Iterator[Callable[[Tensor, int], None]]:
+        """Context manager that yields a function which copies a record into a slot.
+
+        A copy comes after the products that read its slot before. The stream is entered once, with
+        the first copy, and events are told their stream: asking torch for the current one takes as
+        long as to launch a copy.
 
         Args:
-            record: uint8 ``[bytes]`` in host memory.
-            slot: number of the slot.
-            prefetch: no product waits for it yet.
+            prefetch: no product waits for the copies yet.
         """
         stream = self._prefetch if prefetch else self._demand
+        with ExitStack() as entered:
+            is_entered = False
+
+            def copy(record: Tensor, slot: int) -> None:
+                nonlocal is_entered
+                if not is_entered:
+                    entered.enter_context(stream.context())
+                    is_entered = True
+                self._copy(record, slot, stream, prefetch)
+
+            yield copy
+
+    def _copy(self, record: Tensor, slot: int, stream: Any, prefetch: bool) -> None:
+        """Copy a record into a slot on a stream, which is the current one."""
         if self._is_read[slot]:
             stream.wait_event(self._read[slot])
             self._is_read[slot] = False
         if self._is_awaited[slot]:  # an earlier copy into it, which nothing waited for
             stream.wait_event(self._filled[slot])
-        into = self.slots[slot, : len(record)]
-        piece = PREFETCH_PIECE_BYTES if prefetch else len(record)
-        with stream.context():
-            self._began[slot].record()
-            for part, of_record in zip(into.split(piece), record.split(piece)):
+        into = self._rows[slot]
+        if len(into) != len(record):
+            into = into[: len(record)]
+        if self.times:
+            self._began[slot].record(stream.stream)
+        if prefetch:
+            pieces = into.split(PREFETCH_PIECE_BYTES), record.split(PREFETCH_PIECE_BYTES)
+            for part, of_record in zip(*pieces):
                 part.copy_(of_record, non_blocking=True)
-            self._filled[slot].record()
+        else:
+            into.copy_(record, non_blocking=True)
+        self._filled[slot].record(stream.stream)
         self._is_awaited[slot] = True
 
     def is_filled(self, slot: int) -> bool:
@@ -156,7 +179,7 @@ class CopyEngine:
     def timing(self, slot: int) -> Callable[[], float | None]:
         """Return a function that tells how long the last copy into a slot took, in µs.
 
-        It returns None until the copy is done.
+        It returns None until the copy is done. Only with ``times``.
         """
         began, filled = self._began[slot], self._filled[slot]
 

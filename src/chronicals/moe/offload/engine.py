@@ -5,7 +5,7 @@ of one wave run, the missing experts of the next are copied; behind the last wav
 predictor expects in the next layer. A wave waits for the copies of its own experts alone.
 
     slots S:    the experts of a wave, of the next wave, and what the eviction policy keeps
-    waves:      at most ``WAVE_LOADS`` missing experts, and at most half the slots
+    waves:      missing experts of at most ``WAVE_BYTES``, and at most half the slots
 
 Neither budget, policy, predictor nor order changes a result: every expert's rows go through the
 same products of the same bytes.
@@ -13,14 +13,16 @@ same products of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from chronicals.kernels.host_memory import sent
 from chronicals.moe.offload.copies import CopyEngine
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
@@ -28,14 +30,21 @@ from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import EvictionPolicy, Expert
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.slab import HostSlab
-from chronicals.quantization.expert_records import InMemory, RecordLayout, StackFormat
+from chronicals.quantization.expert_records import InMemory, Places, RecordLayout, StackFormat
 
-WAVE_LOADS = 16
-"""Missing experts of a wave, at most.
+WAVE_BYTES = 96 << 20
+"""Bytes of the missing experts of a wave, at most, but one expert at least.
 
-Fewer overlap better with copies; more have fewer launches: 16 of Qwen3-30B-A3B in 16 bits are 151
-MB, 2.7 ms of a bus of 55 GB/s.
+They take a bus of 55 GB/s 1.8 ms. The host takes about 1 ms to launch the products of a wave in both
+passes, so with fewer bytes copies would wait for it; with more, the products of a layer's first wave
+wait longer, since nothing runs beside its copies.
 """
+
+DENSE_BYTES = 512 << 20
+"""Bytes of dequantised values of a wave, at most, but those of one expert at least."""
+
+MOST_COMING = 16
+"""Copies that are on their way at a time while shared experts stand in."""
 
 SPARE_SLOTS = 2
 """Slots beside the k experts of a token, at least: for copies beside its products."""
@@ -63,6 +72,13 @@ class LayerRecords:
     def count(self) -> int:
         """The number E of experts."""
         return next(iter(self.formats.values())).count
+
+
+class WaveLimits(NamedTuple):
+    """What a wave has at most: experts, and missing ones among them."""
+
+    experts: int
+    missing: int
 
 
 def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
@@ -104,7 +120,6 @@ class ExpertEngine:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
         self._slot_of: dict[Expert, int] = {}
-        self._held: list[Expert | None] = []
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
         self._expected: list[int] = []
@@ -161,9 +176,9 @@ class ExpertEngine:
             self._memory = torch.empty(
                 self.slots, self.slot_bytes, dtype=torch.uint8, device=device
             )
-        self._copies = CopyEngine(device, self._memory)
+        times = cpu_share or io is not None
+        self._copies = CopyEngine(device, self._memory, times)
         self._slot_of = {}
-        self._held = [None] * self.slots
         self._free = list(range(self.slots))[::-1]
         self._fetched = set()
         self._coming = []
@@ -205,32 +220,41 @@ class ExpertEngine:
 
         This is the one time in a pass over a layer that the host waits for the device.
         """
-        if layer == 0:
-            self.log.step()
+        read: list[int] = self.to_be_read(layer, bounds, x).tolist()
+        return self.note_read(layer, read)
+
+    def to_be_read(self, layer: int, bounds: Tensor, x: Tensor) -> Tensor:
+        """Return what the host has to know of a layer on the device, int32: ``bounds`` comes first.
+
+        Behind it are the experts of the next layer that the predictor names, if it names them there.
+        """
         wanted = None
-        following = layer + 1
-        if self.predictor is not None and following < len(self.layers):
+        if self.predictor is not None and layer + 1 < len(self.layers):
             wanted = self.predictor.ask(layer, x)
         if wanted is None:
-            read: list[int] = bounds.tolist()
-            told: list[int] = []
-        else:
-            together = torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1))).tolist()
-            read, told = together[: len(bounds)], together[len(bounds) :]
+            return bounds
+        return torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1)))
+
+    def note_read(self, layer: int, read: list[int]) -> list[int]:
+        """Return the bounds, given what was ``to_be_read``, and note what the predictor says."""
+        if layer == 0:
+            self.log.step()
+        count = self.layers[layer].count
+        bounds, told = read[: count + 1], read[count + 1 :]
         seconds = self.log.read_timings()
         self._by_cpu = frozenset()
         if self.cpu is not None and seconds is not None:
             self.cpu.copy_took(seconds)
         if self.predictor is not None:
-            chosen = [e for e in range(len(read) - 1) if read[e] < read[e + 1]]
+            chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
             self._expected = self.predictor.expect(layer, chosen, told)
         else:
             self._expected = []
-        return read
+        return bounds
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
-    ) -> Iterator[tuple[range, list[int], Tensor]]:
+    ) -> Iterator[tuple[range, Places]]:
         """Yield the experts of a layer with rows, when products may read them.
 
         Args:
@@ -239,17 +263,18 @@ class ExpertEngine:
             backward: for a backward pass, in which the layer before is wanted next.
 
         Yields:
-            The range of experts, and the slot of each (-1 for those without rows), on the host and
-            as int32 on the device.
+            The range of experts, and the slot of each.
         """
         count = self.layers[layer].count
         by_cpu = frozenset() if backward else self._by_cpu
         queue = [e for e in range(count) if bounds[e] < bounds[e + 1] and e not in by_cpu]
         first = 0
         passing = len(queue) * len(self.layers) > self.slots
-        wave = self._take(layer, queue, [], passing)
+        waiting = deque(queue)
+        limits = self._limits_of(self.layers[layer])
+        wave = self._take(layer, waiting, [], passing, limits)
         while wave:
-            following = self._take(layer, queue, wave, passing) if queue else []
+            following = self._take(layer, waiting, wave, passing, limits)
             end = following[0] if following else count
             if not following:
                 self._prefetch(layer, wave, backward)
@@ -260,7 +285,7 @@ class ExpertEngine:
                 numbers[expert - first] = slot
             for expert in by_cpu & set(range(first, end)):
                 numbers[expert - first] = slots[0]  # what their rows get is replaced
-            yield range(first, end), numbers, sent(numbers, torch.int32, self._memory.device)
+            yield range(first, end), Places.of(numbers, self._memory.device)
             self._copies.were_read(slots)
             first, wave = end, following
 
@@ -276,7 +301,7 @@ class ExpertEngine:
     def fetch_for_later(self, layer: int, chosen: Sequence[int], missing: Sequence[int]) -> None:
         """Ask for copies of missing experts, and of those that are expected in the next layer.
 
-        At most ``WAVE_LOADS`` copies are on their way at a time, and none is given up: with more,
+        At most ``MOST_COMING`` copies are on their way at a time, and none is given up: with more,
         a slow bus would fall behind ever further, and no expert would come before its slot is taken
         for another one.
 
@@ -297,16 +322,22 @@ class ExpertEngine:
         wanted = [(layer, expert) for expert in missing]
         if layer + 1 < len(self.layers):
             wanted += [(layer + 1, expert) for expert in self._expected]
-        for key in wanted:
-            if key in self._slot_of:
-                continue
-            if len(self._coming) >= WAVE_LOADS or not self._load(key, kept, set(), prefetch=True):
-                return
-            kept.add(key)
-            self._coming.append(key)
-            self._fetched.add(key)
-            self.policy.use(key, passing)
-            self.log.prefetch(*key)
+        with (
+            closing(self.policy.victims(kept)) as victims,
+            self._copies.copying(prefetch=True) as copy,
+        ):
+            for key in wanted:
+                if key in self._slot_of:
+                    continue
+                slot = self._emptied(victims) if len(self._coming) < MOST_COMING else None
+                if slot is None:
+                    return
+                self._load(key, slot, copy)
+                kept.add(key)
+                self._coming.append(key)
+                self._fetched.add(key)
+                self.policy.use(key, passing)
+                self.log.prefetch(*key)
 
     def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
@@ -334,88 +365,151 @@ class ExpertEngine:
         """Return the records of some experts as the CPU reads them, by name of the weight."""
         records = self.layers[layer]
         views = records.layout.views(self.slab.records(records.first, records.count))
-        numbers = list(experts)
-        slots = torch.tensor(numbers, dtype=torch.int32)
+        places = Places.of(experts, torch.device("cpu"))
         return {
-            name: InMemory(views[name], slots, numbers, lambda s, d: torch.empty(s, dtype=d))
+            name: InMemory(
+                views[name], places, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+            )
             for name in records.formats
         }
 
-    def _take(
-        self, layer: int, queue: list[int], running: Sequence[int], passing: bool
-    ) -> list[int]:
-        """Take the experts of a wave from the queue, and ask for the copies of missing ones.
+    @property
+    def most_tokens_in_graphs(self) -> int:
+        """Tokens of a decode step, at most, that graphs can take.
+
+        Their experts are all in slots at once, and products read them there, so that ``bring``
+        prepares them. 0 where the CPU computes a share, or shared experts stand in.
+        """
+        if self.cpu is not None or self.stands_in:
+            return 0
+        most = self.slots // max(layer.each for layer in self.layers)
+        for layer, views in zip(self.layers, self._views.values()):
+            for name, form in layer.formats.items():
+                in_place = form.tokens_in_place(views[name])
+                most = most if in_place is None else min(most, in_place)
+        return most
+
+    def bring(self, layer: int, read: list[int]) -> list[int]:
+        """Bring all experts of a layer with rows into slots, for products of a graph.
+
+        The products of the layer before are done: the host has read what was computed from them. So
+        no copy has to wait for one, and those that are launched next wait for all copies.
 
         Args:
             layer: number of the layer.
-            queue: chosen experts that were not taken.
+            read: what was ``to_be_read``, on the host.
+
+        Returns:
+            The slot of each expert, -1 for those without rows.
+        """
+        bounds = self.note_read(layer, read)
+        count = self.layers[layer].count
+        chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
+        waiting = deque(chosen)
+        passing = len(chosen) * len(self.layers) > self.slots
+        wave = self._take(layer, waiting, [], passing, WaveLimits(count, count))
+        assert not waiting, "a graph's experts have slots all at once"
+        self._prefetch(layer, wave, backward=False)
+        numbers = [-1] * count
+        for expert in wave:
+            numbers[expert] = self._slot_of[layer, expert]
+        self._wait(layer, [numbers[expert] for expert in wave])
+        return numbers
+
+    def _limits_of(self, layer: LayerRecords) -> WaveLimits:
+        """Return what a wave of a layer may have."""
+        dense = sum(form.dense_bytes for form in layer.formats.values())
+        experts = max(1, DENSE_BYTES // dense) if dense else self.slots
+        return WaveLimits(experts, max(1, WAVE_BYTES // layer.layout.bytes))
+
+    def _take(
+        self,
+        layer: int,
+        waiting: deque[int],
+        running: Sequence[int],
+        passing: bool,
+        limits: WaveLimits,
+    ) -> list[int]:
+        """Take the experts of a wave, and ask for the copies of missing ones.
+
+        Args:
+            layer: number of the layer.
+            waiting: chosen experts that were not taken; what is taken leaves them.
             running: experts of the wave whose products run meanwhile.
             passing: the slots could not keep as many experts of all layers.
+            limits: what the wave may have.
         """
-        form = next(iter(self.layers[layer].formats.values()))
-        most = form.dense_experts or self.slots
         room = self.slots - len(running)
-        if len(queue) > room:
+        if len(waiting) > room:
             room = self.slots // 2  # so that the wave behind it has as many
-        most = min(most, room)
+        most = min(limits.experts, room)
         taken: list[int] = []
         loads = 0
-        running_keys = {(layer, e) for e in running}
-        while queue and len(taken) < most:
-            key = layer, queue[0]
-            kept = running_keys | {(layer, e) for e in taken}
-            if key not in self._slot_of:
-                if loads == WAVE_LOADS:
-                    break
-                pending = {(layer, e) for e in queue}
-                if not self._load(key, kept, pending, prefetch=False):
-                    break
-                loads += 1
-                self.log.miss(*key)
-                self.policy.use(key, passing)
-            else:
-                self.log.hit(*key)
-                if key in self._fetched:
-                    self._fetched.discard(key)
-                    self.log.layers[layer].used += 1
-                self.policy.use(key)
-            taken.append(queue.pop(0))
+        kept = {(layer, e) for e in running}
+        wanted = kept | {(layer, e) for e in waiting}
+        with closing(self.policy.victims(wanted)) as victims, self._copies.copying(False) as copy:
+            while waiting and len(taken) < most:
+                key = layer, waiting[0]
+                if key not in self._slot_of:
+                    if loads == limits.missing:
+                        break
+                    slot = self._emptied(victims)
+                    if slot is None:  # only experts that this layer wants later are left
+                        victims.close()
+                        with closing(self.policy.victims(kept)) as others:
+                            slot = self._emptied(others)
+                    if slot is None:
+                        break
+                    self._load(key, slot, copy)
+                    loads += 1
+                    self.log.miss(*key)
+                    self.policy.use(key, passing)
+                else:
+                    self.log.hit(*key)
+                    if key in self._fetched:
+                        self._fetched.discard(key)
+                        self.log.layers[layer].used += 1
+                    self.policy.use(key)
+                taken.append(waiting.popleft())
+                kept.add(key)
         return taken
 
-    def _load(self, key: Expert, kept: set[Expert], pending: set[Expert], prefetch: bool) -> bool:
-        """Copy an expert's record into a slot; return False if no slot may be taken.
+    def _emptied(self, victims: Iterator[Expert]) -> int | None:
+        """Return a slot for another expert: a free one, or else that of the next victim.
+
+        None if there is none of either.
+        """
+        if self._free:
+            return self._free.pop()
+        victim = next(victims, None)
+        if victim is None:
+            return None
+        self._fetched.discard(victim)
+        self.log.evict(*victim)
+        return self._slot_of.pop(victim)
+
+    def _load(self, key: Expert, slot: int, copy: Callable[[Tensor, int], None]) -> None:
+        """Copy an expert's record into a slot.
 
         Args:
             key: the expert.
-            kept: experts whose slots may not be taken.
-            pending: experts whose slots are taken only where there is no other.
-            prefetch: no product waits for it yet; no slot of ``pending`` is taken then.
+            slot: number of the slot.
+            copy: copies a record into a slot.
+
+        Raises:
+            ExpertRecordError: the record is not what was loaded.
         """
-        if self._free:
-            slot = self._free.pop()
-        else:
-            victim = self.policy.evict(kept | pending)
-            if victim is None and not prefetch:
-                victim = self.policy.evict(kept)
-            if victim is None:
-                return False
-            slot = self._slot_of.pop(victim)
-            self._fetched.discard(victim)
-            self.log.evict(*victim)
         layer, expert = key
         records = self.layers[layer]
         number = records.first + expert
         wrong = self.slab.check(number)
         if wrong is not None:
             self._free.append(slot)
-            self._held[slot] = None
             raise record_error(records.path, expert, wrong)
-        record = self.slab.record(number)
-        self._copies.copy(record[: records.layout.bytes], slot, prefetch)
+        size = records.layout.bytes
+        copy(self.slab.record(number, size), slot)
         self._slot_of[key] = slot
-        self._held[slot] = key
-        self.log.load(layer, expert, records.layout.bytes, self._copies.timing(slot))
-        return True
+        self.log.load(layer, expert, size, self._copies.timing(slot))
 
     def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
@@ -425,18 +519,24 @@ class ExpertEngine:
         if not 0 <= target < len(self.layers):
             return
         expected = self.predictor.last(target) if backward else self._expected
-        kept = {(layer, e) for e in running}
+        kept = {(layer, e) for e in running} | self._fetched
         room = max(0, self.slots - len(running) - 1)
-        for expert in expected[:room]:
-            key = target, expert
-            if key in self._slot_of:
-                continue
-            if not self._load(key, kept | self._fetched, set(), prefetch=True):
-                return
-            kept.add(key)
-            self._fetched.add(key)
-            self.policy.use(key)
-            self.log.prefetch(*key)
+        with (
+            closing(self.policy.victims(kept)) as victims,
+            self._copies.copying(prefetch=True) as copy,
+        ):
+            for expert in expected[:room]:
+                key = target, expert
+                if key in self._slot_of:
+                    continue
+                slot = self._emptied(victims)
+                if slot is None:
+                    return
+                self._load(key, slot, copy)
+                kept.add(key)
+                self._fetched.add(key)
+                self.policy.use(key)
+                self.log.prefetch(*key)
 
     def _wait(self, layer: int, slots: list[int]) -> None:
         """Let products wait for their slots, and time that where lines are written."""
@@ -452,12 +552,11 @@ class ExpertEngine:
         after.record(current)
         self.log.stall(layer, lambda: before.elapsed_time(after) * 1e3 if after.query() else None)
 
-    def memory_of(self, layer: int, numbers: Sequence[int], slots: Tensor) -> dict[str, InMemory]:
+    def memory_of(self, layer: int, places: Places) -> dict[str, InMemory]:
         """Return the records of a layer as its formats read them, by name of the weight."""
         views = self._views[layer]
         return {
-            name: InMemory(views[name], slots, numbers, self.buffer)
-            for name in self.layers[layer].formats
+            name: InMemory(views[name], places, self.buffer) for name in self.layers[layer].formats
         }
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

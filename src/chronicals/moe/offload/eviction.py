@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import ClassVar
 
 Expert = tuple[int, int]
@@ -51,22 +51,28 @@ class EvictionPolicy(ABC):
             self._heap = [(rank, expert) for expert, rank in self._ranks.items()]
             heapq.heapify(self._heap)
 
-    def evict(self, kept: Collection[Expert]) -> Expert | None:
-        """Return the expert to evict and forget its rank; None if all are among ``kept``."""
+    def victims(self, kept: Collection[Expert]) -> Generator[Expert]:
+        """Yield the experts to evict, one after another, and forget the rank of each.
+
+        Close the iterator before the policy is asked for others.
+
+        Args:
+            kept: experts that stay; may grow meanwhile.
+        """
         aside = []
-        found = None
-        while self._heap and found is None:
-            rank, expert = heapq.heappop(self._heap)
-            if self._ranks.get(expert) != rank:
-                continue  # an older rank
-            if expert in kept:
-                aside.append((rank, expert))
-            else:
-                found = expert
+        try:
+            while self._heap:
+                rank, expert = heapq.heappop(self._heap)
+                if self._ranks.get(expert) != rank:
+                    continue  # an older rank
+                if expert in kept:
+                    aside.append((rank, expert))
+                    continue
                 del self._ranks[expert]
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
-        return found
+                yield expert
+        finally:
+            for entry in aside:
+                heapq.heappush(self._heap, entry)
 
 
 class LeastRecentlyUsed(EvictionPolicy):

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.cuda_graphs import cut_capture, is_capture_under_way
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu
 from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_product
 from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
-from chronicals.quantization.expert_records import InMemory
+from chronicals.quantization.expert_records import InMemory, Places
 from chronicals.quantization.packed_linear import PackedModule
 
 GATE_UP = "gate_up_proj"
@@ -83,6 +84,22 @@ class LayerSource:
 
     def look(self, bounds: Tensor, x: Tensor) -> list[int]:
         """Return the bounds on the host."""
+        self._check(x)
+        return self.engine.begin_layer(self.layer, bounds, x)
+
+    def in_graph(self, bounds: Tensor, x: Tensor) -> Wave | None:
+        """Return all experts in one wave if the pass is being captured, and cut the capture."""
+        if not is_capture_under_way():
+            return None
+        self._check(x)
+        asked = self.engine.to_be_read(self.layer, bounds, x)
+        look = HostLook(self.engine, self.layer, asked)
+        cut_capture(look.bring)
+        memory = self.engine.memory_of(self.layer, Places.on_device(look.slots))
+        return Wave(0, self.records.count, *self.weights_in(memory))
+
+    def _check(self, x: Tensor) -> None:
+        """Raise an error if experts cannot be multiplied by ``x``."""
         if self.engine.is_closed:
             raise RuntimeError(
                 f"{self.records.path}: its experts are gone, for model.offload was closed; load "
@@ -95,7 +112,6 @@ class LayerSource:
                 f"{self.records.path}: the hidden states are on {x.device}, and the slots of the "
                 f"experts on {self.engine.device}"
             )
-        return self.engine.begin_layer(self.layer, bounds, x)
 
     def on_host(self, bounds: Sequence[int], tokens: int) -> HostShare | None:
         """Return the experts that the CPU computes, if there are any."""
@@ -104,8 +120,8 @@ class LayerSource:
 
     def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
         """Yield the waves of a pass."""
-        for experts, numbers, slots in self.engine.waves(self.layer, bounds, backward):
-            memory = self.engine.memory_of(self.layer, numbers, slots)
+        for experts, places in self.engine.waves(self.layer, bounds, backward):
+            memory = self.engine.memory_of(self.layer, places)
             yield Wave(experts.start, experts.stop, *self.weights_in(memory))
 
     def weights_in(self, memory: Mapping[str, InMemory]) -> tuple[ExpertWeights, ExpertWeights]:
@@ -118,6 +134,40 @@ class LayerSource:
                 weights = weights._replace(bias=bias.views["values"])
             found.append(weights)
         return found[0], found[1]
+
+
+class HostLook:
+    """What the host reads and writes between two graphs of a step, in pinned memory.
+
+    It is made while the step is captured; the copy to the host is part of the graph before it.
+
+    Args:
+        engine: the engine.
+        layer: number of the layer.
+        asked: what the host has to know, int32.
+
+    Attributes:
+        slots: int32 ``[E]`` on the device, the slot of each expert, when the products run.
+    """
+
+    def __init__(self, engine: ExpertEngine, layer: int, asked: Tensor):
+        self.engine = engine
+        self.layer = layer
+        on_card = asked.device.type == "cuda"
+        self._stream = torch.cuda.current_stream(asked.device) if on_card else None
+        self._read = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
+        count = engine.layers[layer].count
+        self._numbers = torch.empty(count, dtype=torch.int32, pin_memory=on_card)
+        self._read.copy_(asked, non_blocking=True)
+        self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
+
+    def bring(self) -> None:
+        """Wait for what the host has to know, and bring the experts of the layer into slots."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        numbers = self.engine.bring(self.layer, self._read.tolist())
+        self._numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
+        self.slots.copy_(self._numbers, non_blocking=True)
 
 
 class HostShare:
@@ -341,3 +391,12 @@ def streamed_experts_of(model: nn.Module) -> Iterator[tuple[str, StreamedExperts
     for path, module in model.named_modules():
         if isinstance(module, StreamedExperts):
             yield path, module
+
+
+def most_tokens_in_graphs(model: nn.Module) -> int | None:
+    """Return the tokens of a pass, at most, that graphs can take; None if there is no limit.
+
+    Graphs need all experts of a pass in slots at once, and products that read them there.
+    """
+    engine = next((module.source.engine for _, module in streamed_experts_of(model)), None)
+    return None if engine is None else engine.most_tokens_in_graphs

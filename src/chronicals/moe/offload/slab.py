@@ -88,10 +88,10 @@ class HostSlab:
         """Bytes that are pinned by one call: whole records."""
         return max(1, PIN_CALL_BYTES // self.stride) * self.stride
 
-    def record(self, number: int) -> Tensor:
-        """Return a record, uint8 ``[bytes]``."""
+    def record(self, number: int, size: int | None = None) -> Tensor:
+        """Return a record, uint8 ``[bytes]``, or its first ``size`` bytes."""
         begin = number * self.stride
-        return self._memory[begin : begin + self.record_bytes]
+        return self._memory[begin : begin + (size or self.record_bytes)]
 
     def records(self, first: int, count: int) -> Tensor:
         """Return some records, uint8 ``[count, bytes]``."""
