@@ -31,7 +31,7 @@ def recipe(folder, **fields):
     [
         (80, {}, (False, None)),
         (2, {}, (True, None)),
-        (1.4, {}, (True, "nf4")),
+        (1.1, {}, (True, "nf4")),
         (80, {"use_lora": True}, (True, None)),
         (80, {"quantization": "nf4"}, (True, "nf4")),
     ],
