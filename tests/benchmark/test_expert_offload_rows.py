@@ -45,7 +45,7 @@ def test_a_row_that_computed_something_else_says_so(script):
     row = {"tokens": 100, "arms": {"offloaded": arm}, "share": 0.5, "equal": False}
     said = script.line_of("lora-4k", row)
     assert "share 0.50 (bar 0.8)" in said and "loss 2.000000, norm 1.000000" in said
-    assert said.endswith("losses and norms DIFFER")
+    assert said.endswith("norms and weights DIFFER")
     assert script.line_of("prompt", {"error": "RuntimeError: no"}) == "prompt: RuntimeError: no"
     decoded = {"equal bits": False, "equal tokens": False, "error": 0.1}
     assert script.same_words(decoded) == "logits off by 1.0e-01, other tokens"
