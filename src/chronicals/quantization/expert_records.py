@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the records of the experts of a wave are, on the device of the products.
+    """Places of the records of a wave's experts, on the device of the products.
 
     Attributes:
         slots: int32 ``[n]``, the record of each expert; -1, or any number, for those without rows.

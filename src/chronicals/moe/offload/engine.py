@@ -75,7 +75,7 @@ class LayerRecords:
 
 
 class WaveLimits(NamedTuple):
-    """What a wave has at most: experts, and missing ones among them."""
+    """Limits of a wave: experts, and missing ones among them."""
 
     experts: int
     missing: int

@@ -137,7 +137,7 @@ class LayerSource:
 
 
 class HostLook:
-    """What the host reads and writes between two graphs of a step, in pinned memory.
+    """Pinned memory that the host reads and writes between two graphs of a step.
 
     It is made while the step is captured; the copy to the host is part of the graph before it.
 
