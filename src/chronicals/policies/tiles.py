@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from chronicals.memory import makes_tiles
-from chronicals.memory.recompute import TILE
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Course, Decision, Policy, Stage
 
@@ -14,9 +13,9 @@ class TilingPolicy(Policy):
     only_time = True
     stage = Stage.MODULES
 
-    def tile(self, facts: Facts) -> int:
-        """Return the rows of a tile."""
-        return TILE
+    def tile(self, facts: Facts) -> int | None:
+        """Return the rows of a tile; None for the usual number."""
+        return None
 
     def decide(self, facts: Facts, course: Course) -> Decision:
         """Decide as for any policy, but only for batches of more rows than a tile."""
