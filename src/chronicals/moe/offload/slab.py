@@ -16,7 +16,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -71,11 +71,10 @@ class HostSlab:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         else:
-            try:
+            with ExitStack() as undo:
+                undo.callback(self._let_go)
                 self._map = self._shared(self.path)
-            except BaseException:
-                self._let_go()
-                raise
+                undo.pop_all()
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @property
@@ -268,9 +267,8 @@ def filling(slab: HostSlab) -> Iterator[bool]:
 
     The slab is closed if the context ends with an error.
     """
-    try:
+    with ExitStack() as undo:
+        undo.callback(slab.close)
         yield slab.is_owner
-    except BaseException:
-        slab.close()
-        raise
+        undo.pop_all()
     slab.finish()
