@@ -17,8 +17,8 @@ from chronicals.memory.tiled_layers import LayerTiles, TiledElements
 from chronicals.model_shape import ModelShape
 from chronicals.policies import Decision, Facts, decide, needed_memory
 from chronicals.policies.exclusions import why_excluded
-from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
 from chronicals.policies.model_sizes import ModelSizes
+from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
 from chronicals.policies.policy import POLICIES, MemoryLoad
 from chronicals.policies.step_time import AS_LONG_AS_PACKS, StepWork
 
@@ -156,7 +156,7 @@ def test_results_are_kept_as_far_as_the_host_has_room(tmp_path, monkeypatch):
     found = {}
     for room in (0.5, 2.5, 9):
         free = int((6 * size + room * result) / needed_memory.HOST_SHARE) + 1
-        monkeypatch.setattr(needed_memory, "available_memory", lambda: free)
+        monkeypatch.setattr(needed_memory, "available_memory", lambda free=free: free)
         found[room] = memory = expected_memory(facts)[1]
         assert memory.moved_inputs == 6
     assert [memory.kept_results for memory in found.values()] == [0, 2, 6]

@@ -132,16 +132,12 @@ class _AttendedAgain(Attended):
         self._output = output
 
     def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
-        return self._group._replace(**_by_name(find(self._output, of_output, self._group.tensors)))
+        dq, dk, dv = find(self._output, of_output, self._group.tensors)
+        return self._group._replace(q=dq, k=dk, v=dv)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _by_name(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return three tensors by the names of queries, keys and values."""
-    return dict(zip(("q", "k", "v"), tensors, strict=True))
 
 
 # --- kept ---
@@ -200,8 +196,8 @@ class _AttendedBefore(Attended):
     def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
         own = [tensor.detach() for tensor in self._group.tensors]
         with self._graph.given(own, self.value, self._others):
-            found = find(self._graph.output, of_output, self._graph.inputs)
-        return self._group._replace(**_by_name(found))
+            dq, dk, dv = find(self._graph.output, of_output, self._graph.inputs)
+        return self._group._replace(q=dq, k=dk, v=dv)
 
 
 class AttentionGraph:

@@ -263,7 +263,9 @@ class GradientSums:
 
         An output that is given by its edge can be differentiated again.
         """
-        return self._add([output], [gradient], inputs, again=not isinstance(output, Tensor))
+        if isinstance(output, Tensor):
+            return self._add([output], [gradient], inputs)
+        return self._add([output], [gradient], inputs, again=True)
 
     def add(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -278,7 +280,7 @@ class GradientSums:
 
     def _add(
         self,
-        outputs: Sequence[Tensor | GradientEdge],
+        outputs: Sequence[Tensor] | Sequence[GradientEdge],
         gradients: Sequence[Tensor],
         inputs: Sequence[Tensor],
         again: bool = False,

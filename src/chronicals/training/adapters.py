@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import (
     LoRAConfig,
