@@ -26,14 +26,8 @@ from chronicals.memory import (
     decoder_layers,
     estimate,
 )
-from chronicals.memory.peak import (
-    FROZEN_WEIGHTS,
-    PACKED_WEIGHTS,
-    PADDING,
-    WORKSPACES,
-    AdapterColumns,
-    HostLayers,
-)
+from chronicals.memory.layer_elements import AdapterColumns, HostLayers
+from chronicals.memory.peak import FROZEN_WEIGHTS, PACKED_WEIGHTS, PADDING, WORKSPACES
 from chronicals.model_shape import ModelShape
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
