@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import ALIASES, RECOMPUTE
+from chronicals.config.memory_entries import ALIASES, RECOMPUTE
 from chronicals.kernels import adamw, adamw_8bit
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora import adapters, has_magnitudes
