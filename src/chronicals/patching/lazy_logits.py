@@ -13,6 +13,7 @@ smaller than the weight, they are computed instead.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,8 +25,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from chronicals.patching.fused_weights import say_once
+from chronicals.log_once import log_once
 from chronicals.patching.lazy_mask import METADATA_FUNCTIONS
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTES = (
     "shape",
@@ -299,10 +302,11 @@ def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if changed & {id(promise.weight), id(promise.bias)}
     ]
     if any([promise.keep(changed, copy) for promise in concerned]):
-        say_once(
+        log_once(
+            logger.warning,
             "the output of a patched model is still held when its optimizer steps, so a copy of "
             "its head's weights is kept, or its logits where they are smaller: let go of it "
-            "before (del outputs) where nobody reads them afterwards"
+            "before (del outputs) where nobody reads them afterwards",
         )
 
 
