@@ -142,15 +142,12 @@ def _length(value: Any, theirs: Theirs) -> Answer:
         )
     if objective == "kto" or objective in ROLLOUTS:
         return mapped(max_seq_length=value)
-    kept = {} if theirs.get("excess_length_strategy", "truncation_mode") else _overlong(theirs)
-    return mapped(max_seq_length=value, **kept)
-
-
-def _overlong(theirs: Theirs) -> dict[str, str]:
-    """Return what becomes of a row that is too long, where their configuration does not say."""
-    if theirs.objective == "pretraining":
-        return {"overlong": "split"}
-    return {"overlong": "drop" if theirs.tool == AXOLOTL else "cut"}
+    if theirs.get("excess_length_strategy", "truncation_mode"):
+        return mapped(max_seq_length=value)
+    if objective == "pretraining":
+        return mapped(max_seq_length=value, overlong="split")
+    usual = "drop" if theirs.tool == AXOLOTL else "cut"
+    return mapped(max_seq_length=value, overlong=usual)
 
 
 def _excess(value: Any, theirs: Theirs) -> Answer | None:

@@ -22,7 +22,7 @@ from chronicals.distributed import (
     shared_settings,
 )
 from chronicals.kernels.launch import identify_compiler
-from chronicals.memory import Moment, checkpoints_end_with_errors
+from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table, reach_positions
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
@@ -262,7 +262,11 @@ class ChronicalsTrainer:
             self._rollouts(train_dataset, eval_dataset) as rollouts,
             self._fitted_to(plan, resumed, rollouts, train_store) as config,
             saying_what_helps(
-                config, self.device, self.ranks.count, self._planned, lambda: self._session
+                config,
+                self.device,
+                self.ranks.count,
+                lambda: None if self._session is None else self._session.planned,
+                lambda: self._session,
             ),
             checkpoints_end_with_errors(),
         ):
@@ -297,10 +301,6 @@ class ChronicalsTrainer:
                 )
         model.eval()
         return result
-
-    def _planned(self) -> Moment | None:
-        """Return the largest moment of a step that is expected, once that is known."""
-        return None if self._session is None else self._session.planned
 
     def _make_room(self, held: ExitStack) -> None:
         """Begin the run's folder, on the first rank: an earlier run makes way, the recipe is there.
