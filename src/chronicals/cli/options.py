@@ -24,7 +24,6 @@ from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.checked_class import AUTO, DECIDED, headings_of
 from chronicals.config.foreign import NOT_SHOWN, no_such_field, no_such_objective, suggestion
-from chronicals.config.presets import PRESET_WORDS
 from chronicals.config.sections import SECTIONS_FIELD, SHARED, of_flags
 from chronicals.config.values import LAYER_NAME, split_values
 
@@ -51,8 +50,6 @@ OWN_TEXTS = {
 }
 """Fields that read their texts themselves, because a size may have a unit and an error a word, and
 what help says that they take."""
-
-PRESET_HELP = f"Start from a preset: {PRESET_WORDS}"
 
 YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """Numbers as YAML writes them, and as Python does."""

@@ -26,45 +26,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from chronicals.log_once import log_once
-from chronicals.patching.lazy_mask import METADATA_FUNCTIONS
+from chronicals.patching.lazy_mask import metadata_readers
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_cuda",
-    "layout",
-    "is_sparse",
-    "is_quantized",
-    "grad_fn",
-    "is_leaf",
-    "grad",
-    "retains_grad",
-    "output_nr",
-    "_version",
-    "_base",
-)
-_METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "get_device",
-    "__len__",
-    "register_hook",
-    "retain_grad",
-    "_is_view",
-    "is_inference",
-)
-_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
-    (getattr(Tensor, name) for name in _METHODS), METADATA_FUNCTIONS
+_WITHOUT_VALUES = metadata_readers(
+    ("is_quantized", "grad", "retains_grad", "output_nr", "_version", "_base"),
+    ("is_contiguous", "register_hook", "retain_grad", "_is_view", "is_inference"),
 )
 """Functions that read the metadata of logits, or their place in the graph, and no values."""
 
