@@ -15,13 +15,8 @@ import tiny
 from chronicals import ChronicalsConfig
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, StepShape, WeightBytes, estimate
-from chronicals.memory.peak import (
-    GRADIENTS,
-    HEAD_GRADIENT,
-    AdapterColumns,
-    TableBytes,
-    _LayerElements,
-)
+from chronicals.memory.layer_elements import AdapterColumns, LayerElements
+from chronicals.memory.peak import GRADIENTS, HEAD_GRADIENT, TableBytes
 from chronicals.models import load_by_bitsandbytes, load_model
 from chronicals.models.four_bits import linear_layers, quantise_layers
 from chronicals.policies import Facts
@@ -304,7 +299,7 @@ def test_experts_keep_the_inputs_of_their_units_for_each_pair():
         vocab_size=300,
     )
     config.get_text_config = lambda: config
-    found = _LayerElements.of(config, StepShape(1000, True, 2, 8))
+    found = LayerElements.of(config, StepShape(1000, True, 2, 8))
     width, pairs = 64, 3 * 24
     attended = 16 * (2 * 4 + 2 * 2) + 2 * (4 + 2)
     assert found.kept[NOTHING] == 4 * width + attended + 2 * pairs

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import PresetName
 from chronicals.cli.options import (
-    PRESET_HELP,
     make_room_for,
     with_known_names,
     with_recipe_flags,
@@ -34,7 +34,7 @@ def verify_command(
     output: Annotated[
         Path | None, typer.Option(help="Write every figure to this JSON file")
     ] = None,
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
+    preset: PresetName = None,
     **flags: Any,
 ) -> None:
     """Prove that a run trains what it should.

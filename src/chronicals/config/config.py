@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -14,9 +15,10 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic.dataclasses import dataclass
 
+from chronicals.config.agreement import IMPLIED, RULES
 from chronicals.config.checked_class import AUTO, STRICT, Heading, configuration, is_auto
-from chronicals.config.errors import ConfigurationError
 from chronicals.config.explanations import raise_together
+from chronicals.config.memory_entries import ALIASES, MemoryPolicy
 from chronicals.config.reward_entries import (
     DROP,
     as_entries,
@@ -25,7 +27,7 @@ from chronicals.config.reward_entries import (
     reward_text,
 )
 from chronicals.config.sections import SECTIONS_FIELD, gathered, merged
-from chronicals.config.strict_yaml import EachOnce
+from chronicals.config.strict_yaml import read_mapping
 from chronicals.config.values import (
     OwnPath,
     as_gigabytes,
@@ -42,9 +44,6 @@ from chronicals.config.values import (
     not_foreign,
     off_as_text,
 )
-
-IMPLIED = ("quantization", "use_lora", "lora_dropout")
-"""Fields that other fields may set if they were left out."""
 
 LONGEST_TIMEOUT = 604_800.0
 """Seconds: a week, which torch is told to wait for a collective."""
@@ -70,34 +69,9 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
 TrainOn = Literal["answers", "all"]
 Overlong = Literal["cut", "split", "drop"]
-MemoryPolicy = Literal[
-    "auto",
-    "recompute_elementwise",
-    "recompute_layers",
-    "offload_activations",
-    "offload_embeddings",
-    "offload_experts",
-    "offload_frozen_weights",
-    "offload_optimizer_states",
-    "tiled_layers",
-    "tiled_mlp",
-    "optimizer_in_backward",
-    "reduce_in_backward",
-]
 RopeScaling = Literal["yarn", "llama3", "off"]
 Fit = Literal["off", "settings", "auto"]
 """What ``fit`` may change so that a run fits its card, before the first step and after it."""
-
-WHOLE_LAYERS = frozenset[MemoryPolicy]({"recompute_layers", "tiled_layers"})
-"""Entries of ``memory`` with which every layer keeps its input alone."""
-
-RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
-ALIASES: dict[str, MemoryPolicy] = {
-    "use_gradient_checkpointing": "recompute_layers",
-    "activation_offload": "offload_activations",
-}
-"""Switches that, set to true, are entries of ``memory``."""
-
 
 EXCLUSIVE_PAIRS = (("max_steps", "num_epochs"), ("warmup_steps", "warmup_ratio"))
 """Pairs of fields of which a run has one."""
@@ -574,185 +548,7 @@ class ChronicalsConfig:
 
     def check(self) -> None:
         """Check rules that concern more than one field. One error has all mistakes."""
-        raise_together(
-            self._check_length,
-            self._check_target_parameters,
-            self._check_quantization,
-            self._check_adapter_start,  # after quantization has its value
-            self._check_memory,
-            self._check_optimizer,
-            self._check_patience,
-        )
-
-    def _check_length(self) -> None:
-        if self.max_steps is not None and self.num_epochs is not None:
-            raise ConfigurationError(
-                f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two"
-            )
-        if "warmup_steps" in self.explicit and self.warmup_ratio is not None:
-            raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: each "
-                "says how long the learning rate "
-                "rises; give one of the two"
-            )
-        if self.warmup_from_zero and 0 in (self.warmup_steps, self.warmup_ratio):
-            raise ConfigurationError(
-                "warmup_from_zero=True: there is no warm-up, which is 0 steps; leave it out"
-            )
-        if (
-            "warmup_steps" in self.explicit
-            and self.max_steps is not None
-            and self.warmup_steps > self.max_steps
-        ):
-            raise ConfigurationError(
-                f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak "
-                "would never be reached"
-            )
-
-    def _check_adapter_start(self) -> None:
-        if self.use_dora and self.lora_init not in ("default", "gaussian", "loftq"):
-            raise ConfigurationError(
-                f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole "
-                "weights; leave one of them out"
-            )
-        if self.lora_init == "loftq" and self.quantization is None:
-            raise ConfigurationError(
-                "lora_init='loftq': makes up for what quantising takes from the weights, and "
-                "quantization is not set; set "
-                "quantization='nf4', or take lora_init='pissa' over 16 bits"
-            )
-
-    def _check_optimizer(self) -> None:
-        if self.use_8bit_optimizer and self.optimizer_state_dtype == "bf16":
-            raise ConfigurationError(
-                "use_8bit_optimizer=True and optimizer_state_dtype='bf16': each says how states "
-                "are kept; leave out one"
-            )
-        if not self.master_weights and (self.use_lora or self.mixed_precision != "bf16"):
-            other = (
-                "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
-            )
-            raise ConfigurationError(
-                f"master_weights=False: with {other} no bf16 weight is trained; leave it out"
-            )
-
-    def _check_patience(self) -> None:
-        if self.early_stopping_patience is not None and self.eval_steps is None:
-            raise ConfigurationError(
-                "early_stopping_patience needs eval_steps: without evaluations nothing can stop"
-            )
-
-    def _check_target_parameters(self) -> None:
-        """Check options that adapters of parameters do not have: dropout, DoRA and ``lora_init``.
-
-        Raises:
-            ConfigurationError: one of them is set.
-        """
-        if not self.lora_target_parameters:
-            if self.lora_target_modules == []:
-                raise ConfigurationError(
-                    "lora_target_modules='none': nothing is adapted; set lora_target_parameters, "
-                    "or name layers"
-                )
-            return
-        if "lora_dropout" not in self.explicit:
-            object.__setattr__(self, "lora_dropout", 0.0)
-        for name, is_set in (
-            ("lora_dropout", self.lora_dropout > 0),
-            ("use_dora", self.use_dora),
-            ("lora_init", self.lora_init not in ("default", "gaussian")),
-        ):
-            if is_set:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} with "
-                    f"lora_target_parameters={self.lora_target_parameters}: adapters of "
-                    f"parameters do not have it; leave out {name}, or adapt linear layers alone "
-                    "(lora_target_modules)"
-                )
-
-    def _check_quantization(self) -> None:
-        """Check quantization against LoRA and FP8; apply ``load_in_4bit``, an alias of ``nf4``.
-
-        Quantised weights are frozen, so ``use_lora`` is set if it was left out.
-
-        Raises:
-            ConfigurationError: the fields contradict each other.
-        """
-        if {"load_in_4bit", "quantization"} <= self.explicit and self.load_in_4bit != (
-            self.quantization is not None
-        ):
-            raise ConfigurationError(
-                f"quantization={self.quantization!r} and load_in_4bit={self.load_in_4bit}: they "
-                "contradict; keep one"
-            )
-        if self.load_in_4bit:
-            object.__setattr__(self, "quantization", "nf4")
-        if self.quantization is None:
-            return
-        if "use_lora" not in self.explicit:
-            object.__setattr__(self, "use_lora", True)
-        said = f"quantization={self.quantization!r}"
-        if not self.use_lora:
-            raise ConfigurationError(
-                f"{said}: weights in 4 bits are frozen, and use_lora=False trains all; leave out "
-                "use_lora, or quantization"
-            )
-        if self.use_fp8:
-            raise ConfigurationError(f"{said} and use_fp8=True: a weight has one format; keep one")
-
-    def _check_memory(self) -> None:
-        """Check that the entries of ``memory`` fit together, and fit the aliases of two of them.
-
-        Raises:
-            ConfigurationError: they do not.
-        """
-        offloads = "offload_experts" in (self.memory or ())
-        if offloads and self.expert_memory is None:
-            raise ConfigurationError(
-                "memory=['offload_experts']: says not how much of the card experts may take; set "
-                "expert_memory, such as 8GiB"
-            )
-        if self.expert_memory is not None and not offloads:
-            raise ConfigurationError(
-                f"expert_memory={self.expert_memory:g}: is for experts in host memory; set "
-                "memory=['auto', 'offload_experts'], or leave it out"
-            )
-        if self.memory is None:
-            return
-        if "optimizer_in_backward" in self.memory:
-            # Each gradient is used and freed when it is computed, so nothing may need all of them,
-            # or the sum of several, before the update.
-            changes = {
-                "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
-                "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
-                "mixed_precision": "'bf16'" if self.mixed_precision == "fp16" else "",
-            }
-            changes = {name: instead for name, instead in changes.items() if instead}
-            if changes:
-                wrong = " and ".join(f"{name}={getattr(self, name)!r}" for name in changes)
-                remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items())
-                raise ConfigurationError(
-                    "memory=['optimizer_in_backward']: updates a weight before the other gradients "
-                    f"are there, which {wrong} cannot go with; set {remedy}, or leave out "
-                    "optimizer_in_backward"
-                )
-        if "offload_frozen_weights" in self.memory and not self.use_fp8:
-            raise ConfigurationError(
-                "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set "
-                "use_fp8=True, or leave it out"
-            )
-        whole = sorted(WHOLE_LAYERS.intersection(self.memory))
-        if "recompute_elementwise" in self.memory and whole:
-            raise ConfigurationError(
-                f"memory={self.memory}: {whole[0]} makes everything again; leave out the other"
-            )
-        for switch, entry in ALIASES.items():
-            same = RECOMPUTE | WHOLE_LAYERS if entry in RECOMPUTE else {entry}
-            if switch in self.explicit and getattr(self, switch) != bool(same & set(self.memory)):
-                raise ConfigurationError(
-                    f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; "
-                    "keep one"
-                )
+        raise_together(*(functools.partial(rule, self) for rule in RULES))
 
     @property
     def epochs(self) -> int | None:
@@ -848,18 +644,7 @@ class ChronicalsConfig:
         Raises:
             ConfigurationError: the file is missing or is not a mapping.
         """
-        path = Path(path)
-        try:
-            fields = yaml.load(path.read_text(), EachOnce)
-        except OSError as error:
-            raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"{path}: not YAML: {error}") from error
-        if not isinstance(fields, dict):
-            raise ConfigurationError(
-                f"{path}: expected 'field: value' lines, found {type(fields).__name__}"
-            )
-        fields = {str(name): value for name, value in fields.items()}
+        fields = read_mapping(path)
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
             if isinstance(fields.get(name), str) and not is_auto(name, fields[name]):
                 # A text that is no number is reported later, with all other mistakes.

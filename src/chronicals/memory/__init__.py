@@ -1,20 +1,10 @@
 """Ways to hold fewer activations on the GPU: recomputation, offload to host memory, tiles."""
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
+from chronicals.memory.estimation import card_memory, estimate
+from chronicals.memory.layer_elements import CHEAP, LAYERS, NOTHING, StepShape
 from chronicals.memory.offload import ActivationOffload, InputOffload
-from chronicals.memory.peak import (
-    CHEAP,
-    LAYERS,
-    NOTHING,
-    OTHERS,
-    RESERVE,
-    Estimate,
-    Moment,
-    StepShape,
-    WeightBytes,
-    card_memory,
-    estimate,
-)
+from chronicals.memory.peak import OTHERS, RESERVE, Estimate, Moment, WeightBytes
 from chronicals.memory.recompute import (
     checkpoints_end_with_errors,
     decoder_layers,

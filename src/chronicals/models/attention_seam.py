@@ -93,6 +93,28 @@ class Seam:
         return name
 
 
+@dataclass(frozen=True)
+class SoleAttention(Seam):
+    """A seam that has one attention function for all names, and no masks made.
+
+    Attributes:
+        attention: the function.
+        key: its name in transformers' table of attention functions, which the table of mask
+            functions does not have.
+    """
+
+    attention: Attention
+    key: str
+
+    def attend(self, name: str, own: Attention) -> Attention:
+        """Return ``attention``, whatever function the configuration names."""
+        return self.attention
+
+    def name(self, name: str) -> str:
+        """Return ``key``, by which no mask is made."""
+        return self.key
+
+
 _NOTHING = Seam("nothing")
 
 

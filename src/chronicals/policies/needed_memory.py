@@ -14,7 +14,7 @@ from torch import Tensor
 
 from chronicals.attention import BACKENDS, FLASH
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import ALIASES, RECOMPUTE
+from chronicals.config.memory_entries import ALIASES, RECOMPUTE
 from chronicals.kernels import adamw, adamw_8bit
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora import adapters, has_magnitudes
@@ -27,14 +27,8 @@ from chronicals.memory import (
     decoder_layers,
     estimate,
 )
-from chronicals.memory.peak import (
-    FROZEN_WEIGHTS,
-    PACKED_WEIGHTS,
-    PADDING,
-    WORKSPACES,
-    AdapterColumns,
-    HostLayers,
-)
+from chronicals.memory.layer_elements import AdapterColumns, HostLayers
+from chronicals.memory.peak import FROZEN_WEIGHTS, PACKED_WEIGHTS, PADDING, WORKSPACES
 from chronicals.model_shape import ModelShape
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES

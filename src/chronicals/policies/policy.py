@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.checked_class import AUTO
-from chronicals.config.config import ALIASES
+from chronicals.config.memory_entries import ALIASES
 from chronicals.memory import LAYERS, NOTHING, RESERVE, Estimate, Moment, StepShape
 from chronicals.objectives import Objective
 from chronicals.policies.exclusions import conditions, why_excluded

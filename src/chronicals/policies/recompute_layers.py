@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.config.config import WHOLE_LAYERS
+from chronicals.config.memory_entries import WHOLE_LAYERS
 from chronicals.memory import (
     CHEAP,
     LAYERS,

@@ -41,6 +41,10 @@ class Choice:
         plain = (type(None), bool, int, float, str)
         return [one if isinstance(one, plain) else json.dumps(one) for one in self.values]
 
+    def label(self, value: Any) -> Any:
+        """Return one of the values as optuna takes it."""
+        return self.labels[self.values.index(value)]
+
     def holds(self, value: Any) -> bool:
         """Return whether this is one of the values."""
         return value in self.values
@@ -67,6 +71,10 @@ class Interval:
     def values(self) -> tuple[Any, ...]:
         """Both ends."""
         return (self.low, self.high)
+
+    def label(self, value: Any) -> Any:
+        """Return a value as optuna takes it, which is as it is."""
+        return value
 
     def holds(self, value: Any) -> bool:
         """Return whether a value lies within."""
