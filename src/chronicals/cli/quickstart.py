@@ -9,7 +9,7 @@ import typer
 
 from chronicals.cli.noise import keep_in
 
-Kind = Literal["sft", "dpo", "grpo"]
+QuickstartKind = Literal["sft", "dpo", "grpo"]
 
 
 def quickstart_command(
@@ -18,7 +18,7 @@ def quickstart_command(
     ] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
     objective: Annotated[
-        Kind,
+        QuickstartKind,
         typer.Option(
             help="sft; or dpo, then preference tuning of the trained model, too; or grpo, then "
             "training on rewards of its own answers"

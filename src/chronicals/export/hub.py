@@ -56,7 +56,7 @@ class Pushed:
     local_base: Path | None = None
 
 
-def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
+def hub_card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     """Return a card in Markdown, with the front matter that the hub reads.
 
     Paths of this machine are not in it; data in files have only their names.
@@ -215,7 +215,7 @@ def push_saved(
             if base_model is not None:
                 saved = SavedModel.find(place, base_model)
             kind = "adapter" if saved.adapted else "model"
-            text = card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
+            text = hub_card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
             address = upload(name, [weights], text, not public, called=name, base=base_model)
             names_folder = saved.adapted and saved.base and Path(saved.base).exists()
             return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
@@ -239,7 +239,7 @@ def push_saved(
         about = json.loads(proof_of(artefacts[0]).read_text())
         checks = [Check(**check) for check in about.pop("checks")]
         source = _card_source(replace(SavedModel.find(about["model"]), base=about["base"]))
-        text = card(source, artefacts[0].name, about["format"], Proof(about, checks))
+        text = hub_card(source, artefacts[0].name, about["format"], Proof(about, checks))
     address = upload(name, artefacts, text, not public, called=name)
     return Pushed(address, artefacts)
 

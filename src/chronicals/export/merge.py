@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.adapter_changes import AdapterChanges, Change, MergeError
+from chronicals.export.adapter_changes import AdapterChanges, MergeError, WeightChange
 from chronicals.export.base_files import base_folder, unpacked
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.weight_files import (
@@ -76,7 +76,7 @@ class Merged:
     folder: Path
     adapter: str
     base: str
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: Mapping[str, WeightChange] = field(default_factory=dict)
     summands: str = ""
 
 
@@ -240,7 +240,7 @@ class Sums:
                 f"disk has {free / 2**30:.2f}; free some, or give a folder on another one "
                 "(--output)"
             )
-        changes: dict[str, Change] = {}
+        changes: dict[str, WeightChange] = {}
         shapes = self.adapter.shapes
 
         def sum_of(stored: StoredTensor) -> Tensor | StoredTensor:
@@ -316,7 +316,7 @@ class Sums:
         index.write_text(json.dumps(described, indent=2))
 
 
-def _check_changes(changes: Mapping[str, Change]) -> None:
+def _check_changes(changes: Mapping[str, WeightChange]) -> None:
     """Raise MergeError if the adapter changes weights too much, not at all, or below rounding."""
     # A NaN is not below the limit either.
     too_large = [name for name, x in changes.items() if not x.change <= LARGEST_CHANGE]
