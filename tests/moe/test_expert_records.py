@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import threading
 import weakref
-from contextlib import closing
 
 import pytest
 import torch
@@ -166,23 +165,24 @@ def test_policies_evict_by_their_rank():
     def order(policy, uses):
         for expert in uses:
             policy.use((0, expert))
-        return [expert for _, expert in policy.victims(set())]
+        return [expert for _, expert in policy.evict(9, set())]
 
     uses = [1, 2, 3, 1, 1, 2]
     assert order(LeastRecentlyUsed(), uses) == [3, 1, 2]
     assert order(LeastFrequentlyUsed(), uses) == [3, 2, 1]
     assert order(ByTrace({(0, 1): 5, (0, 2): 1, (0, 3): 9}), uses) == [2, 1, 3]
-    policy = LeastRecentlyUsed()
-    for expert in (1, 2):
-        policy.use((0, expert))
-    policy.use((0, 3), passing=True)
-    kept = {(0, 3)}
-    with closing(policy.victims(kept)) as victims:
-        assert next(victims) == (0, 1)
-        kept.add((0, 2))  # it came to be used meanwhile
-        assert next(victims, None) is None
-    assert list(policy.victims({(0, 2)})) == [(0, 3)]
-    assert list(policy.victims(set())) == [(0, 2)]
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed(), LeastFrequentlyUsed(), ByTrace({})])
+def test_policies_evict_what_passes_and_nothing_that_is_kept(policy):
+    policy.use((0, 1))
+    policy.use((0, 2))
+    policy.use((0, 3), (0, 4), passing=True)
+    assert policy.evict(1, {(0, 4)}) == [(0, 3)]
+    assert len(policy.evict(1, {(0, 1), (0, 4)})) == 1
+    assert policy.evict(1, {(0, 1), (0, 4)}) == []
+    assert policy.evict(3, set()) == [(0, 4), (0, 1)]
+    assert policy.evict(3, set()) == []
 
 
 def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
@@ -190,8 +190,8 @@ def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
     monkeypatch.setattr(engine, "WAVE_BYTES", 1)
 
     class Scanned(LeastRecentlyUsed):
-        def use(self, expert, passing=False):
-            super().use(expert)
+        def use(self, *experts, passing=False):
+            super().use(*experts)
 
     def hits(policy):
         model = offloaded(slots=10, predictor=None, policy=policy)
@@ -336,14 +336,13 @@ def test_memory_that_cannot_all_be_pinned(most, monkeypatch, caplog):
 
 
 def test_copies_go_to_their_slot():
-    wrong = mutant(copies, "into = self._rows[slot]", "into = self._rows[0]")
+    wrong = mutant(copies, "return rows[slot]", "return rows[0]")
     records = torch.arange(14, dtype=torch.uint8).split([8, 6])
     for prefetch in (True, False):
         for of, right in ((copies, True), (wrong, False)):
             slots = torch.zeros(3, 8, dtype=torch.uint8)
-            with of.CopyEngine(torch.device("cpu"), slots).copying(prefetch) as copy:
-                for record, slot in zip(records, (2, 1)):
-                    copy(record, slot)
+            copy_engine = of.CopyEngine(torch.device("cpu"), slots)
+            copy_engine.copy(list(zip(records, (2, 1))), prefetch)
             assert torch.equal(slots[2], records[0]) == right
             assert torch.equal(slots[1, :6], records[1]) == right
 
@@ -356,7 +355,7 @@ def test_planted_faults_of_the_engine_are_found(monkeypatch):
     expected = run(resident)
     patch_parts(model)
     assert torch.equal(run(model), expected)
-    wrong = mutant(engine, "self._slot_of[layer, e]", "0")
+    wrong = mutant(engine, "numbers[expert - first] = slot\n", "numbers[expert - first] = 0\n")
     monkeypatch.setattr(engine.ExpertEngine, "waves", wrong.ExpertEngine.waves)
     assert not torch.equal(run(model), expected)
     model.offload.close()
@@ -422,7 +421,7 @@ def test_the_cpu_computes_beside_the_device(monkeypatch):
 
 
 def test_each_copy_is_timed_once():
-    log = EventLog([LayerCounts()], times_copies=True)
+    log = EventLog([LayerCounts()])
     assert log.read_timings() is None
     for microseconds in (2e6, 4e6):
         log.load(0, 0, 1, lambda microseconds=microseconds: microseconds)

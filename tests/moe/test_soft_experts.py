@@ -188,7 +188,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
         begun.append(slot)
         done.discard(slot)
 
-    def wait_for(slots):
+    def wait_for(slots, stream):
         assert set(slots) <= done, "products wait for a copy"
 
     monkeypatch.setattr(copies, "_copy", begin)

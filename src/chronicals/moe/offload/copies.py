@@ -2,16 +2,19 @@
 
 Two streams: what products wait for (demand) goes before what they will want (prefetch), which is
 copied in pieces, so that a demanded record never waits for more than one piece of the bus's time.
-Each slot has two events: ``filled``, for which products of its expert wait and no others, and
-``read``, for which the next copy into it waits. Nothing is copied back, and in steady state nothing
-is allocated. On the CPU the same code runs over streams that do everything at once.
+A slot has at most two events: one behind its copy, for which products of its expert wait and no
+others, and one behind its products, for which the next copy into it waits. Demanded copies that are
+asked for together are waited for together, and share one event; so do the products of a wave. Where
+the host launches products only after their copies, these go on the stream of the products, which
+then need not wait for any event. Nothing is copied back, and in steady state no memory is allocated.
+On the CPU the same code runs over streams that do everything at once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,34 +46,15 @@ class HostEvent:
 class HostStream:
     """A stream whose work is done when it is asked for."""
 
-    stream = None
-
     def wait_event(self, event: Any) -> None:
         """Return at once: what the event stands behind is done."""
 
-    def context(self) -> AbstractContextManager[None]:
-        """Return a context for copies."""
-        return nullcontext()
+    def synchronize(self) -> None:
+        """Return at once: all work is done."""
 
 
-class CardStream:
-    """A stream of a card.
-
-    Args:
-        device: the card.
-        urgent: its work goes before that of other streams where both wait.
-    """
-
-    def __init__(self, device: torch.device, urgent: bool):
-        self.stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
-
-    def wait_event(self, event: torch.cuda.Event) -> None:
-        """Let later work of the stream wait for an event."""
-        self.stream.wait_event(event)
-
-    def context(self) -> AbstractContextManager[None]:
-        """Return a context in which copies are of this stream."""
-        return torch.cuda.stream(self.stream)
+Load = tuple[Tensor, int]
+"""A record, uint8 ``[bytes]``, and the slot that it is copied into."""
 
 
 class CopyEngine:
@@ -85,108 +69,122 @@ class CopyEngine:
     def __init__(self, device: torch.device, slots: Tensor, times: bool = False):
         self.device = device
         self.times = times
-        self._rows = list(slots)
+        self._slots = slots
+        self._rows: dict[int, tuple[Tensor, ...]] = {}
         self._on_card = device.type == "cuda"
         self._demand = self._stream(urgent=True)
         self._prefetch = self._stream(urgent=False)
-        count = len(slots)
-        self._began = [self.event() for _ in range(count)]
-        self._filled = [self.event() for _ in range(count)]
-        self._read = [self.event() for _ in range(count)]
-        self._is_read = [False] * count
-        self._is_awaited = [False] * count
+        self._awaited: dict[int, Any] = {}
+        self._read: dict[int, Any] = {}
+        self._timed: dict[int, tuple[Any, Any]] = {}
         if self._on_card:
             # Memory of the slots may still be in use by work of the current stream.
-            ready = self.event()
-            ready.record(torch.cuda.current_stream(device))
+            ready = self.recorded(self.current())
             self._demand.wait_event(ready)
             self._prefetch.wait_event(ready)
 
     def _stream(self, urgent: bool) -> Any:
-        return CardStream(self.device, urgent) if self._on_card else HostStream()
+        if not self._on_card:
+            return HostStream()
+        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
 
-    def event(self) -> Any:
-        """Return an event that can be timed."""
-        return torch.cuda.Event(enable_timing=True) if self._on_card else HostEvent()
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Return a context in which copies are of a stream."""
+        return torch.cuda.stream(stream) if self._on_card else nullcontext()
 
-    def _current(self) -> Any:
+    def recorded(self, stream: Any) -> Any:
+        """Return an event behind the work of a stream; with ``times`` it can be timed."""
+        event = torch.cuda.Event(enable_timing=self.times) if self._on_card else HostEvent()
+        event.record(stream)
+        return event
+
+    def current(self) -> Any:
+        """Return the current stream. torch takes 10 µs to tell it, as long as a copy is launched."""
         return torch.cuda.current_stream(self.device) if self._on_card else HostStream()
 
-    @contextmanager
-    def copying(self, prefetch: bool) -> Iterator[Callable[[Tensor, int], None]]:
-        """Context manager that yields a function which copies a record into a slot.
+    def copy(self, loads: Sequence[Load], prefetch: bool = False) -> None:
+        """Copy records beside products, which ``wait_for`` them.
 
-        A copy comes after the products that read its slot before. The stream is entered once, with
-        the first copy, and events are told their stream: asking torch for the current one takes as
-        long as to launch a copy.
+        A copy comes after the products that read its slot before.
 
         Args:
+            loads: the records and their slots.
             prefetch: no product waits for the copies yet.
         """
         stream = self._prefetch if prefetch else self._demand
-        with ExitStack() as entered:
-            is_entered = False
+        piece = PREFETCH_PIECE_BYTES if prefetch else None
+        groups = [[load] for load in loads] if prefetch else [loads]
+        with self._on(stream):
+            for group in groups:
+                for record, slot in group:
+                    self._copy(record, slot, stream, piece)
+                filled = self.recorded(stream)
+                self._awaited.update((slot, filled) for _, slot in group)
 
-            def copy(record: Tensor, slot: int) -> None:
-                nonlocal is_entered
-                if not is_entered:
-                    entered.enter_context(stream.context())
-                    is_entered = True
-                self._copy(record, slot, stream, prefetch)
+    def copy_before_products(self, loads: Sequence[Load], stream: Any) -> None:
+        """Copy records on the stream of products that are launched next.
 
-            yield copy
+        Args:
+            loads: the records and their slots.
+            stream: the current stream, as ``current`` returns it.
+        """
+        for record, slot in loads:
+            self._copy(record, slot, stream)
 
-    def _copy(self, record: Tensor, slot: int, stream: Any, prefetch: bool) -> None:
-        """Copy a record into a slot on a stream, which is the current one."""
-        if self._is_read[slot]:
-            stream.wait_event(self._read[slot])
-            self._is_read[slot] = False
-        if self._is_awaited[slot]:  # an earlier copy into it, which nothing waited for
-            stream.wait_event(self._filled[slot])
-        into = self._rows[slot]
-        if len(into) != len(record):
-            into = into[: len(record)]
-        if self.times:
-            self._began[slot].record(stream.stream)
-        if prefetch:
-            pieces = into.split(PREFETCH_PIECE_BYTES), record.split(PREFETCH_PIECE_BYTES)
-            for part, of_record in zip(*pieces):
-                part.copy_(of_record, non_blocking=True)
-        else:
+    def _copy(self, record: Tensor, slot: int, stream: Any, piece: int | None = None) -> None:
+        """Copy a record into a slot.
+
+        Args:
+            record: the record.
+            slot: the slot.
+            stream: the stream, which is the current one.
+            piece: bytes of each copy; None for one copy.
+        """
+        # behind the products that read the slot, and a copy into it that nothing waited for
+        for events in (self._read, self._awaited):
+            event = events.pop(slot, None)
+            if event is not None:
+                stream.wait_event(event)
+        into = self._row(slot, record.numel())
+        began = self.recorded(stream) if self.times else None
+        if piece is None:
             into.copy_(record, non_blocking=True)
-        self._filled[slot].record(stream.stream)
-        self._is_awaited[slot] = True
+        else:
+            for part, of_record in zip(into.split(piece), record.split(piece)):
+                part.copy_(of_record, non_blocking=True)
+        if self.times:
+            self._timed[slot] = began, self.recorded(stream)
+
+    def _row(self, slot: int, size: int) -> Tensor:
+        """Return the first bytes of a slot. Views of all slots are made once for each size."""
+        rows = self._rows.get(size)
+        if rows is None:
+            rows = self._rows[size] = self._slots[:, :size].unbind()
+        return rows[slot]
 
     def is_filled(self, slot: int) -> bool:
         """Return whether the last copy into a slot is done; the host does not wait."""
-        return not self._is_awaited[slot] or bool(self._filled[slot].query())
+        return slot not in self._awaited or bool(self._awaited[slot].query())
 
-    def wait_for(self, slots: list[int]) -> None:
+    def wait_for(self, slots: Sequence[int], stream: Any) -> None:
         """Let products of the current stream wait until these slots are filled."""
-        current = self._current()
-        for slot in slots:
-            if self._is_awaited[slot]:
-                current.wait_event(self._filled[slot])
-                self._is_awaited[slot] = False
+        for event in {self._awaited.pop(slot) for slot in slots if slot in self._awaited}:
+            stream.wait_event(event)
 
-    def were_read(self, slots: list[int]) -> None:
+    def were_read(self, slots: Sequence[int], stream: Any) -> None:
         """Note that the products of these slots were launched on the current stream."""
-        current = torch.cuda.current_stream(self.device) if self._on_card else None
-        for slot in slots:
-            self._read[slot].record(current)
-            self._is_read[slot] = True
+        read = self.recorded(stream)
+        self._read.update((slot, read) for slot in slots)
 
-    def timing(self, slot: int) -> Callable[[], float | None]:
+    def timing(self, slot: int) -> Callable[[], float | None] | None:
         """Return a function that tells how long the last copy into a slot took, in µs.
 
-        It returns None until the copy is done. Only with ``times``.
+        It returns None until the copy is done. Without ``times`` there is no such function.
         """
-        began, filled = self._began[slot], self._filled[slot]
-
-        def microseconds() -> float | None:
-            return began.elapsed_time(filled) * 1e3 if filled.query() else None
-
-        return microseconds
+        if not self.times:
+            return None
+        began, filled = self._timed[slot]
+        return lambda: began.elapsed_time(filled) * 1e3 if filled.query() else None
 
     def finish(self) -> None:
         """Wait for all copies."""

@@ -13,17 +13,18 @@ same products of the same bytes.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from chronicals.moe.offload.copies import CopyEngine
+from chronicals.moe.offload.copies import CopyEngine, Load
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -91,6 +92,13 @@ def least_slots_of(layers: Sequence[LayerRecords]) -> int:
     return max(layer.each for layer in layers) + SPARE_SLOTS
 
 
+def with_rows(bounds: Sequence[int] | NDArray[np.int32]) -> list[int]:
+    """Return the experts that have rows, in their order, given ``Dispatch.bounds``."""
+    ends = np.asarray(bounds)
+    found: list[int] = (ends[1:] > ends[:-1]).nonzero()[0].tolist()
+    return found
+
+
 class ExpertEngine:
     """The experts of a model.
 
@@ -119,6 +127,7 @@ class ExpertEngine:
         self._copies: CopyEngine
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
+        self._records: list[tuple[Tensor, ...]] = []
         self._slot_of: dict[Expert, int] = {}
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
@@ -169,7 +178,6 @@ class ExpertEngine:
         self.predictor = predictor
         self.log.file = io
         self.cpu = CpuShare(self.slot_bytes) if cpu_share else None
-        self.log.times_copies = cpu_share
         if device.type == "cuda" and not self.slab.pinned:
             self.slab.pin()
         with torch.inference_mode(False):
@@ -187,6 +195,10 @@ class ExpertEngine:
             for form in layer.formats.values():
                 form.to(device)
             self._views[number] = layer.layout.views(self._memory)
+        self._records = [
+            self.slab.records(layer.first, layer.count, layer.layout.bytes).unbind()
+            for layer in self.layers
+        ]
 
     def verify(self) -> None:
         """Compare all records with their checksums.
@@ -211,6 +223,7 @@ class ExpertEngine:
             self._copies.finish()
         self.log.close()
         self._views = {}
+        self._records = []
         self._buffers = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.slab.close()
@@ -220,8 +233,10 @@ class ExpertEngine:
 
         This is the one time in a pass over a layer that the host waits for the device.
         """
-        read: list[int] = self.to_be_read(layer, bounds, x).tolist()
-        return self.note_read(layer, read)
+        read = self.to_be_read(layer, bounds, x).numpy(force=True)
+        self.note_read(layer, read)
+        on_host: list[int] = read[: self.layers[layer].count + 1].tolist()
+        return on_host
 
     def to_be_read(self, layer: int, bounds: Tensor, x: Tensor) -> Tensor:
         """Return what the host has to know of a layer on the device, int32: ``bounds`` comes first.
@@ -235,22 +250,25 @@ class ExpertEngine:
             return bounds
         return torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1)))
 
-    def note_read(self, layer: int, read: list[int]) -> list[int]:
-        """Return the bounds, given what was ``to_be_read``, and note what the predictor says."""
+    def note_read(self, layer: int, read: NDArray[np.int32]) -> list[int]:
+        """Return the experts with rows, and note what the predictor says.
+
+        Args:
+            layer: number of the layer.
+            read: what was ``to_be_read``, on the host.
+        """
         if layer == 0:
             self.log.step()
         count = self.layers[layer].count
-        bounds, told = read[: count + 1], read[count + 1 :]
+        chosen = with_rows(read[: count + 1])
         seconds = self.log.read_timings()
         self._by_cpu = frozenset()
         if self.cpu is not None and seconds is not None:
             self.cpu.copy_took(seconds)
         if self.predictor is not None:
-            chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
+            told: list[int] = read[count + 1 :].tolist()
             self._expected = self.predictor.expect(layer, chosen, told)
-        else:
-            self._expected = []
-        return bounds
+        return chosen
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
@@ -267,26 +285,28 @@ class ExpertEngine:
         """
         count = self.layers[layer].count
         by_cpu = frozenset() if backward else self._by_cpu
-        queue = [e for e in range(count) if bounds[e] < bounds[e + 1] and e not in by_cpu]
+        waiting = [(layer, expert) for expert in with_rows(bounds) if expert not in by_cpu]
         first = 0
-        passing = len(queue) * len(self.layers) > self.slots
-        waiting = deque(queue)
+        passing = len(waiting) * len(self.layers) > self.slots
         limits = self._limits_of(self.layers[layer])
-        wave = self._take(layer, waiting, [], passing, limits)
+        stream = self.current_stream
+        wave = self._take(waiting, [], passing, limits, self._copies.copy)
         while wave:
-            following = self._take(layer, waiting, wave, passing, limits)
-            end = following[0] if following else count
+            following = self._take(waiting, wave, passing, limits, self._copies.copy)
+            end = following[0][1] if following else count
             if not following:
                 self._prefetch(layer, wave, backward)
-            slots = [self._slot_of[layer, e] for e in wave]
-            self._wait(layer, slots)
+            slots = [self._slot_of[key] for key in wave]
+            began = self._mark(stream)
+            self._copies.wait_for(slots, stream)
+            self._note_wait(layer, began, stream)
             numbers = [-1] * (end - first)
-            for expert, slot in zip(wave, slots):
+            for (_, expert), slot in zip(wave, slots):
                 numbers[expert - first] = slot
             for expert in by_cpu & set(range(first, end)):
                 numbers[expert - first] = slots[0]  # what their rows get is replaced
             yield range(first, end), Places.of(numbers, self._memory.device)
-            self._copies.were_read(slots)
+            self._copies.were_read(slots, stream)
             first, wave = end, following
 
     def missing(self, layer: int, chosen: Sequence[int]) -> list[int]:
@@ -310,34 +330,19 @@ class ExpertEngine:
             chosen: the experts that tokens chose.
             missing: those of them that were not there.
         """
-        for expert in missing:
-            self.log.miss(layer, expert)
+        self.log.miss([(layer, expert) for expert in missing])
         self._coming = [
             key
             for key in self._coming
             if key in self._slot_of and not self._copies.is_filled(self._slot_of[key])
         ]
-        passing = len(chosen) * len(self.layers) > self.slots
-        kept = {(layer, expert) for expert in chosen} | set(self._coming)
         wanted = [(layer, expert) for expert in missing]
         if layer + 1 < len(self.layers):
             wanted += [(layer + 1, expert) for expert in self._expected]
-        with (
-            closing(self.policy.victims(kept)) as victims,
-            self._copies.copying(prefetch=True) as copy,
-        ):
-            for key in wanted:
-                if key in self._slot_of:
-                    continue
-                slot = self._emptied(victims) if len(self._coming) < MOST_COMING else None
-                if slot is None:
-                    return
-                self._load(key, slot, copy)
-                kept.add(key)
-                self._coming.append(key)
-                self._fetched.add(key)
-                self.policy.use(key, passing)
-                self.log.prefetch(*key)
+        kept = [(layer, expert) for expert in chosen] + self._coming
+        most = max(0, MOST_COMING - len(self._coming))
+        passing = len(chosen) * len(self.layers) > self.slots
+        self._coming += self._fetch_early(wanted, kept, most, passing)
 
     def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
@@ -349,15 +354,12 @@ class ExpertEngine:
         """
         if self.cpu is None or tokens > MOST_TOKENS:
             return []
-        chosen = [e for e in range(len(bounds) - 1) if bounds[e] < bounds[e + 1]]
-        missing = [e for e in chosen if (layer, e) not in self._slot_of]
+        missing = [e for e in with_rows(bounds) if (layer, e) not in self._slot_of]
         share = self.cpu.of_missing(missing)
+        self.log.miss([(layer, expert) for expert in share])
+        self.log.layers[layer].by_cpu += len(share)
         for expert in share:
-            self.log.miss(layer, expert)
-            self.log.layers[layer].by_cpu += 1
-            wrong = self.slab.check(self.layers[layer].first + expert)
-            if wrong is not None:
-                raise record_error(self.layers[layer].path, expert, wrong)
+            self._check_record(layer, expert)
         self._by_cpu = frozenset(share)
         return share
 
@@ -389,32 +391,40 @@ class ExpertEngine:
                 most = most if in_place is None else min(most, in_place)
         return most
 
-    def bring(self, layer: int, read: list[int]) -> list[int]:
+    @property
+    def current_stream(self) -> Any:
+        """The current stream of the device, as ``bring`` takes it."""
+        return self._copies.current()
+
+    def bring(
+        self, layer: int, read: NDArray[np.int32], slots: NDArray[np.int32], stream: Any
+    ) -> None:
         """Bring all experts of a layer with rows into slots, for products of a graph.
 
         The products of the layer before are done: the host has read what was computed from them. So
-        no copy has to wait for one, and those that are launched next wait for all copies.
+        no copy has to wait for one, and those that are launched next on the stream wait for all
+        copies.
 
         Args:
             layer: number of the layer.
             read: what was ``to_be_read``, on the host.
-
-        Returns:
-            The slot of each expert, -1 for those without rows.
+            slots: ``[E]``; the slots of experts with rows are written to it.
+            stream: the current stream.
         """
-        bounds = self.note_read(layer, read)
-        count = self.layers[layer].count
-        chosen = [e for e in range(count) if bounds[e] < bounds[e + 1]]
-        waiting = deque(chosen)
+        chosen = self.note_read(layer, read)
+        waiting = [(layer, expert) for expert in chosen]
         passing = len(chosen) * len(self.layers) > self.slots
-        wave = self._take(layer, waiting, [], passing, WaveLimits(count, count))
+        began = self._mark(stream)
+        copy = partial(self._copies.copy_before_products, stream=stream)
+        all_at_once = WaveLimits(len(chosen), len(chosen))
+        wave = self._take(waiting, [], passing, all_at_once, copy)
         assert not waiting, "a graph's experts have slots all at once"
+        held = [self._slot_of[key] for key in wave]
+        self._copies.wait_for(held, stream)
+        self._note_wait(layer, began, stream)
+        for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
+            slots[expert] = slot
         self._prefetch(layer, wave, backward=False)
-        numbers = [-1] * count
-        for expert in wave:
-            numbers[expert] = self._slot_of[layer, expert]
-        self._wait(layer, [numbers[expert] for expert in wave])
-        return numbers
 
     def _limits_of(self, layer: LayerRecords) -> WaveLimits:
         """Return what a wave of a layer may have."""
@@ -424,94 +434,98 @@ class ExpertEngine:
 
     def _take(
         self,
-        layer: int,
-        waiting: deque[int],
-        running: Sequence[int],
+        waiting: list[Expert],
+        running: Sequence[Expert],
         passing: bool,
         limits: WaveLimits,
-    ) -> list[int]:
+        copy: Callable[[list[Load]], None],
+    ) -> list[Expert]:
         """Take the experts of a wave, and ask for the copies of missing ones.
 
         Args:
-            layer: number of the layer.
             waiting: chosen experts that were not taken; what is taken leaves them.
             running: experts of the wave whose products run meanwhile.
             passing: the slots could not keep as many experts of all layers.
             limits: what the wave may have.
+            copy: copies records into slots.
         """
         room = self.slots - len(running)
         if len(waiting) > room:
             room = self.slots // 2  # so that the wave behind it has as many
-        most = min(limits.experts, room)
-        taken: list[int] = []
-        loads = 0
-        kept = {(layer, e) for e in running}
-        wanted = kept | {(layer, e) for e in waiting}
-        with closing(self.policy.victims(wanted)) as victims, self._copies.copying(False) as copy:
-            while waiting and len(taken) < most:
-                key = layer, waiting[0]
-                if key not in self._slot_of:
-                    if loads == limits.missing:
-                        break
-                    slot = self._emptied(victims)
-                    if slot is None:  # only experts that this layer wants later are left
-                        victims.close()
-                        with closing(self.policy.victims(kept)) as others:
-                            slot = self._emptied(others)
-                    if slot is None:
-                        break
-                    self._load(key, slot, copy)
-                    loads += 1
-                    self.log.miss(*key)
-                    self.policy.use(key, passing)
-                else:
-                    self.log.hit(*key)
-                    if key in self._fetched:
-                        self._fetched.discard(key)
-                        self.log.layers[layer].used += 1
-                    self.policy.use(key)
-                taken.append(waiting.popleft())
-                kept.add(key)
-        return taken
+        there: list[Expert] = []
+        missing: list[Expert] = []
+        for expert in waiting[: min(limits.experts, room)]:
+            if expert in self._slot_of:
+                there.append(expert)
+            elif len(missing) < limits.missing:
+                missing.append(expert)
+            else:
+                break
+        wave = waiting[: len(there) + len(missing)]
+        del waiting[: len(wave)]
+        self.log.hit(there)
+        self.log.used(self._fetched.intersection(there))
+        self._fetched.difference_update(there)
+        self.policy.use(*there)
+        if missing:
+            self.log.miss(missing)
+            # Experts that this layer wants later leave only if no others are left.
+            self._load(missing, {*running, *wave}, waiting, copy)
+            self.policy.use(*missing, passing=passing)
+        return wave
 
-    def _emptied(self, victims: Iterator[Expert]) -> int | None:
-        """Return a slot for another expert: a free one, or else that of the next victim.
-
-        None if there is none of either.
-        """
-        if self._free:
-            return self._free.pop()
-        victim = next(victims, None)
-        if victim is None:
-            return None
-        self._fetched.discard(victim)
-        self.log.evict(*victim)
-        return self._slot_of.pop(victim)
-
-    def _load(self, key: Expert, slot: int, copy: Callable[[Tensor, int], None]) -> None:
-        """Copy an expert's record into a slot.
+    def _load(
+        self,
+        experts: list[Expert],
+        kept: Collection[Expert],
+        spared: Collection[Expert],
+        copy: Callable[[list[Load]], None],
+    ) -> list[Expert]:
+        """Copy the records of experts into slots that others give up.
 
         Args:
-            key: the expert.
-            slot: number of the slot.
-            copy: copies a record into a slot.
+            experts: the experts.
+            kept: experts that keep their slots.
+            spared: experts that keep theirs as long as there are others.
+            copy: copies records into slots.
+
+        Returns:
+            Those for which there were slots: the first ones.
 
         Raises:
-            ExpertRecordError: the record is not what was loaded.
+            ExpertRecordError: a record is not what was loaded.
         """
-        layer, expert = key
-        records = self.layers[layer]
-        number = records.first + expert
-        wrong = self.slab.check(number)
-        if wrong is not None:
-            self._free.append(slot)
-            raise record_error(records.path, expert, wrong)
-        size = records.layout.bytes
-        copy(self.slab.record(number, size), slot)
-        self._slot_of[key] = slot
-        self.log.load(layer, expert, size, self._copies.timing(slot))
+        for layer, expert in experts:
+            self._check_record(layer, expert)
+        loads = list(zip(experts, self._emptied(len(experts), kept, spared)))
+        copy([(self._records[layer][expert], slot) for (layer, expert), slot in loads])
+        for (layer, expert), slot in loads:
+            self._slot_of[layer, expert] = slot
+            size = self.layers[layer].layout.bytes
+            self.log.load(layer, expert, size, self._copies.timing(slot))
+        return experts[: len(loads)]
 
-    def _prefetch(self, layer: int, running: Sequence[int], backward: bool) -> None:
+    def _check_record(self, layer: int, expert: int) -> None:
+        """Raise ExpertRecordError if a record is not what was loaded."""
+        records = self.layers[layer]
+        wrong = self.slab.check(records.first + expert)
+        if wrong is not None:
+            raise record_error(records.path, expert, wrong)
+
+    def _emptied(
+        self, count: int, kept: Collection[Expert], spared: Collection[Expert]
+    ) -> list[int]:
+        """Return slots for other experts, at most so many: free ones, and those of victims."""
+        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        wanted = count - len(slots)
+        victims = self.policy.evict(wanted, {*kept, *spared})
+        if len(victims) < wanted:
+            victims += self.policy.evict(wanted - len(victims), kept)
+        self._fetched.difference_update(victims)
+        self.log.evict(victims)
+        return slots + [self._slot_of.pop(victim) for victim in victims]
+
+    def _prefetch(self, layer: int, running: Sequence[Expert], backward: bool) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones."""
         if self.predictor is None or self.stands_in:
             return
@@ -519,37 +533,41 @@ class ExpertEngine:
         if not 0 <= target < len(self.layers):
             return
         expected = self.predictor.last(target) if backward else self._expected
-        kept = {(layer, e) for e in running} | self._fetched
         room = max(0, self.slots - len(running) - 1)
-        with (
-            closing(self.policy.victims(kept)) as victims,
-            self._copies.copying(prefetch=True) as copy,
-        ):
-            for expert in expected[:room]:
-                key = target, expert
-                if key in self._slot_of:
-                    continue
-                slot = self._emptied(victims)
-                if slot is None:
-                    return
-                self._load(key, slot, copy)
-                kept.add(key)
-                self._fetched.add(key)
-                self.policy.use(key)
-                self.log.prefetch(*key)
+        wanted = [(target, expert) for expert in expected[:room]]
+        if any(expert not in self._slot_of for expert in wanted):
+            self._fetch_early(wanted, [*running, *self._fetched], room)
 
-    def _wait(self, layer: int, slots: list[int]) -> None:
-        """Let products wait for their slots, and time that where lines are written."""
-        if self.log.file is None:
-            self._copies.wait_for(slots)
+    def _fetch_early(
+        self, wanted: list[Expert], kept: Collection[Expert], most: int, passing: bool = False
+    ) -> list[Expert]:
+        """Ask for copies of experts that no product waits for yet; return those experts.
+
+        Args:
+            wanted: the experts, the likeliest first; some may be in slots.
+            kept: experts that keep their slots, beside those that are wanted.
+            most: copies, at most.
+            passing: the slots could not keep as many experts of all layers.
+        """
+        missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
+        if not missing:
+            return []
+        copy = partial(self._copies.copy, prefetch=True)
+        fetched = self._load(missing[:most], {*kept, *wanted}, [], copy)
+        self._fetched.update(fetched)
+        self.policy.use(*fetched, passing=passing)
+        self.log.prefetch(fetched)
+        return fetched
+
+    def _mark(self, stream: Any) -> Any:
+        """Return an event behind the work of the current stream; None where no lines are written."""
+        return None if self.log.file is None else self._copies.recorded(stream)
+
+    def _note_wait(self, layer: int, before: Any, stream: Any) -> None:
+        """Note what the current stream waited since an event of ``_mark``."""
+        if before is None:
             return
-        before, after = self._copies.event(), self._copies.event()
-        current = None
-        if self.device is not None and self.device.type == "cuda":
-            current = torch.cuda.current_stream(self.device)
-        before.record(current)
-        self._copies.wait_for(slots)
-        after.record(current)
+        after = self._mark(stream)
         self.log.stall(layer, lambda: before.elapsed_time(after) * 1e3 if after.query() else None)
 
     def memory_of(self, layer: int, places: Places) -> dict[str, InMemory]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor
+
+from chronicals.moe.offload.eviction import Expert
 
 IO_FILE = "io.jsonl"
 """Name of the file of lines in a run's folder."""
@@ -63,7 +65,6 @@ class EventLog:
         layers: counts by layer.
         file: where lines are written; None for counts alone.
         steps: forward passes of the model.
-        times_copies: time copies, also where no lines are written.
         stall_ms: milliseconds that products waited for copies, as far as that was timed.
         copy_ms: milliseconds of copies, as far as they were timed.
         copied: copies that were timed.
@@ -74,7 +75,6 @@ class EventLog:
     layers: list[LayerCounts]
     file: Path | None = None
     steps: int = 0
-    times_copies: bool = False
     stall_ms: float = 0.0
     copy_ms: float = 0.0
     copied: int = 0
@@ -86,33 +86,44 @@ class EventLog:
         default_factory=deque, init=False
     )
 
-    def hit(self, layer: int, expert: int) -> None:
-        """Note that a chosen expert was in a slot."""
-        self.layers[layer].hits += 1
-        self._line("hit", VRAM, layer, expert)
+    def hit(self, experts: Collection[Expert]) -> None:
+        """Note that chosen experts were in slots."""
+        for layer, _ in experts:
+            self.layers[layer].hits += 1
+        self._lines_of("hit", VRAM, experts)
 
-    def miss(self, layer: int, expert: int) -> None:
-        """Note that a chosen expert was in no slot."""
-        self.layers[layer].misses += 1
-        self._line("miss", VRAM, layer, expert)
-        self._line("hit", RAM, layer, expert)
+    def miss(self, experts: Collection[Expert]) -> None:
+        """Note that chosen experts were in no slot."""
+        for layer, _ in experts:
+            self.layers[layer].misses += 1
+        self._lines_of("miss", VRAM, experts)
+        self._lines_of("hit", RAM, experts)
 
-    def evict(self, layer: int, expert: int) -> None:
-        """Note that an expert gave up its slot."""
-        self.layers[layer].evictions += 1
-        self._line("evict", VRAM, layer, expert)
+    def used(self, experts: Collection[Expert]) -> None:
+        """Note that experts were chosen that had been prefetched."""
+        for layer, _ in experts:
+            self.layers[layer].used += 1
 
-    def prefetch(self, layer: int, expert: int) -> None:
-        """Note that a copy was asked for that nothing waits for yet."""
-        self.layers[layer].prefetched += 1
-        self._line("prefetch", RAM, layer, expert)
+    def evict(self, experts: Collection[Expert]) -> None:
+        """Note that experts gave up their slots."""
+        for layer, _ in experts:
+            self.layers[layer].evictions += 1
+        self._lines_of("evict", VRAM, experts)
 
-    def load(self, layer: int, expert: int, size: int, timing: Callable[[], float | None]) -> None:
-        """Note a copy; ``timing`` tells its microseconds once it is done."""
+    def prefetch(self, experts: Collection[Expert]) -> None:
+        """Note that copies were asked for that nothing waits for yet."""
+        for layer, _ in experts:
+            self.layers[layer].prefetched += 1
+        self._lines_of("prefetch", RAM, experts)
+
+    def load(
+        self, layer: int, expert: int, size: int, timing: Callable[[], float | None] | None
+    ) -> None:
+        """Note a copy; ``timing`` tells its microseconds once it is done, and is None if untimed."""
         counts = self.layers[layer]
         counts.loads += 1
         counts.bytes += size
-        if self.file is not None or self.times_copies:
+        if timing is not None:
             line = self._about("load", RAM, layer, expert) | {"bytes": size}
             self._timed.append((line, timing))
 
@@ -146,7 +157,8 @@ class EventLog:
     def step(self) -> None:
         """Note that a forward pass begins."""
         self.steps += 1
-        self._line("step", None, None, None)
+        if self.file is not None:
+            self._write(self._about("step", None, None, None))
         self._flush()
 
     def read_timings(self) -> float | None:
@@ -195,8 +207,10 @@ class EventLog:
             "us": 0.0,
         }
 
-    def _line(self, kind: str, tier: str | None, layer: int | None, expert: int | None) -> None:
-        if self.file is not None:
+    def _lines_of(self, kind: str, tier: str, experts: Collection[Expert]) -> None:
+        if self.file is None:
+            return
+        for layer, expert in experts:
             self._write(self._about(kind, tier, layer, expert))
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Policies that choose the expert that gives up its slot when another one needs it.
 
-A policy gives each expert in a slot a rank; the one with the least goes first. Where the layers
+A policy keeps the experts in slots in an order, and the first one goes first. Where the layers
 together choose more experts than there are slots, those that a pass brings in leave before all
 others, the latest first, whatever the policy: they would otherwise push out everything, and be gone
 themselves when their layer comes again (a scan).
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Collection, Generator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import ClassVar
 
 Expert = tuple[int, int]
@@ -19,13 +20,55 @@ Expert = tuple[int, int]
 
 
 class EvictionPolicy(ABC):
-    """The experts in slots, by rank.
+    """The experts in slots, in the order in which they give them up.
 
     Attributes:
         name: how it is asked for.
     """
 
     name: ClassVar[str]
+
+    @abstractmethod
+    def use(self, *experts: Expert, passing: bool = False) -> None:
+        """Note that experts in slots are used, or were brought into them, one after another.
+
+        Args:
+            *experts: the experts.
+            passing: they are brought in by a pass over more experts than slots can keep.
+        """
+
+    @abstractmethod
+    def evict(self, count: int, kept: Collection[Expert]) -> list[Expert]:
+        """Return so many experts that give up their slots, the first first, and forget them.
+
+        They are fewer if all others are in ``kept``.
+        """
+
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """Evict the expert that was used longest ago."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        self._order = OrderedDict[Expert, None]()
+
+    def use(self, *experts: Expert, passing: bool = False) -> None:
+        """Move experts to the end of the order, or to its beginning if they are passing."""
+        for expert in experts:
+            self._order[expert] = None
+            self._order.move_to_end(expert, last=not passing)
+
+    def evict(self, count: int, kept: Collection[Expert]) -> list[Expert]:
+        """Return the first experts of the order."""
+        found = list(islice((expert for expert in self._order if expert not in kept), count))
+        for expert in found:
+            del self._order[expert]
+        return found
+
+
+class ByRank(EvictionPolicy):
+    """Evict the expert with the least rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[Expert, tuple] = {}
@@ -36,56 +79,36 @@ class EvictionPolicy(ABC):
     def rank(self, expert: Expert, now: int) -> tuple:
         """Return the rank of an expert that is used at time ``now``; tuples of one length."""
 
-    def use(self, expert: Expert, passing: bool = False) -> None:
-        """Note that an expert in a slot is used, or was brought into one.
-
-        Args:
-            expert: the expert.
-            passing: it is brought in by a pass over more experts than slots can keep.
-        """
-        self._clock += 1
-        rank = (0, -self._clock) if passing else (1, *self.rank(expert, self._clock))
-        self._ranks[expert] = rank
-        heapq.heappush(self._heap, (rank, expert))
+    def use(self, *experts: Expert, passing: bool = False) -> None:
+        """Give experts their ranks of now; those that are passing have less than all others."""
+        for expert in experts:
+            self._clock += 1
+            rank = (0, -self._clock) if passing else (1, *self.rank(expert, self._clock))
+            self._ranks[expert] = rank
+            heapq.heappush(self._heap, (rank, expert))
         if len(self._heap) > 4 * len(self._ranks) + 64:
             self._heap = [(rank, expert) for expert, rank in self._ranks.items()]
             heapq.heapify(self._heap)
 
-    def victims(self, kept: Collection[Expert]) -> Generator[Expert]:
-        """Yield the experts to evict, one after another, and forget the rank of each.
-
-        Close the iterator before the policy is asked for others.
-
-        Args:
-            kept: experts that stay; may grow meanwhile.
-        """
+    def evict(self, count: int, kept: Collection[Expert]) -> list[Expert]:
+        """Return the experts with the least ranks."""
+        found: list[Expert] = []
         aside = []
-        try:
-            while self._heap:
-                rank, expert = heapq.heappop(self._heap)
-                if self._ranks.get(expert) != rank:
-                    continue  # an older rank
-                if expert in kept:
-                    aside.append((rank, expert))
-                    continue
-                del self._ranks[expert]
-                yield expert
-        finally:
-            for entry in aside:
-                heapq.heappush(self._heap, entry)
+        while self._heap and len(found) < count:
+            rank, expert = heapq.heappop(self._heap)
+            if self._ranks.get(expert) != rank:
+                continue  # an older rank
+            if expert in kept:
+                aside.append((rank, expert))
+                continue
+            del self._ranks[expert]
+            found.append(expert)
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+        return found
 
 
-class LeastRecentlyUsed(EvictionPolicy):
-    """Evict the expert that was used longest ago."""
-
-    name = "lru"
-
-    def rank(self, expert: Expert, now: int) -> tuple:
-        """Return the time of its last use."""
-        return (now,)
-
-
-class LeastFrequentlyUsed(EvictionPolicy):
+class LeastFrequentlyUsed(ByRank):
     """Evict the expert that was used least often since loading; of several the oldest."""
 
     name = "lfu"
@@ -100,7 +123,7 @@ class LeastFrequentlyUsed(EvictionPolicy):
         return self._uses[expert], now
 
 
-class ByTrace(EvictionPolicy):
+class ByTrace(ByRank):
     """Evict the expert that a trace chose least often, so that what stays does not change.
 
     Args:

@@ -153,21 +153,24 @@ class HostLook:
     def __init__(self, engine: ExpertEngine, layer: int, asked: Tensor):
         self.engine = engine
         self.layer = layer
+        self._stream = engine.current_stream
         on_card = asked.device.type == "cuda"
-        self._stream = torch.cuda.current_stream(asked.device) if on_card else None
-        self._read = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
         count = engine.layers[layer].count
-        self._numbers = torch.empty(count, dtype=torch.int32, pin_memory=on_card)
-        self._read.copy_(asked, non_blocking=True)
+        read = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
+        read.copy_(asked, non_blocking=True)
+        self._read = read.numpy()
+        self._sent = torch.full((count,), -1, dtype=torch.int32, pin_memory=on_card)
+        self._numbers = self._sent.numpy()
         self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
 
     def bring(self) -> None:
-        """Wait for what the host has to know, and bring the experts of the layer into slots."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        numbers = self.engine.bring(self.layer, self._read.tolist())
-        self._numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
-        self.slots.copy_(self._numbers, non_blocking=True)
+        """Wait for what the host has to know, and bring the experts of the layer into slots.
+
+        Slots of experts without rows stay those of earlier steps; nothing reads them.
+        """
+        self._stream.synchronize()
+        self.engine.bring(self.layer, self._read, self._numbers, self._stream)
+        self.slots.copy_(self._sent, non_blocking=True)
 
 
 class HostShare:

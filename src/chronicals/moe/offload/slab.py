@@ -87,16 +87,16 @@ class HostSlab:
         """Bytes that are pinned by one call: whole records."""
         return max(1, PIN_CALL_BYTES // self.stride) * self.stride
 
-    def record(self, number: int, size: int | None = None) -> Tensor:
-        """Return a record, uint8 ``[bytes]``, or its first ``size`` bytes."""
+    def record(self, number: int) -> Tensor:
+        """Return a record, uint8 ``[bytes]``."""
         begin = number * self.stride
-        return self._memory[begin : begin + (size or self.record_bytes)]
+        return self._memory[begin : begin + self.record_bytes]
 
-    def records(self, first: int, count: int) -> Tensor:
-        """Return some records, uint8 ``[count, bytes]``."""
+    def records(self, first: int, count: int, size: int | None = None) -> Tensor:
+        """Return some records, uint8 ``[count, bytes]``, or their first ``size`` bytes."""
         begin = first * self.stride
         whole = self._memory[begin : begin + count * self.stride].view(count, self.stride)
-        return whole[:, : self.record_bytes]
+        return whole[:, : size or self.record_bytes]
 
     def is_pinned(self, number: int) -> bool:
         """Return whether a record is in pinned memory."""

@@ -28,7 +28,7 @@ from chronicals.kernels.host_memory import sent
 from chronicals.kernels.streamed_experts import Adapter
 from chronicals.models import embedding_table
 from chronicals.models.routed_experts import outermost_path
-from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.engine import ExpertEngine, with_rows
 from chronicals.moe.offload.module import LayerSource, streamed_experts_of
 from chronicals.moe.offload.records import expert_modules
 
@@ -184,7 +184,7 @@ class SoftSource(LayerSource):
         count = self.sizes[0]
         bounds = self.look(dispatch_to_experts(experts, count).bounds, x)
         rows = [end - begin for begin, end in zip(bounds, bounds[1:])]
-        chosen = [expert for expert in range(count) if rows[expert]]
+        chosen = with_rows(bounds)
         missing = engine.missing(layer, chosen)
         fallback_T1 = None
         if missing:
