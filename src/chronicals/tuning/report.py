@@ -108,7 +108,7 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     sign = -1.0 if search.settings.maximizes else 1.0
     for state, mark in MARKS.items():
         drawn = [trial for trial in trials if trial.state == state]
-        scores = [_last_score(trial) for trial in drawn]
+        scores = [trial.last_score for trial in drawn]
         axis.plot([trial.number for trial in drawn], scores, mark, label=str(state))
     best: list[tuple[int, float]] = []
     for trial in trials:
@@ -119,12 +119,6 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     axis.set_ylabel(search.settings.metric, fontsize=8)
     axis.legend(frameon=False)
     return _svg(figure)
-
-
-def _last_score(trial: Trial) -> float:
-    if trial.value is not None:
-        return trial.value
-    return trial.reports[max(trial.reports)]
 
 
 def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
