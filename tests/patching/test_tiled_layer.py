@@ -304,7 +304,7 @@ FAULTS = {
         "self.tokens.rows(slice(0, len(x)))",
     ),
     "a tile's gradients in place of their sum": (
-        "GradientSums.add",
+        "GradientSums._add",
         "total.add_(gradient)",
         "pass",
     ),

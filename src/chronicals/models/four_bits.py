@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,12 @@ def has_packed_layers(model: nn.Module) -> bool:
     return next(packed_layers(model), None) is not None
 
 
-def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
+def quantise_layers(
+    model: Any,
+    watch: Watch | None = None,
+    form: BaseFormat | None = None,
+    device: torch.device | None = None,
+) -> int:
     """Quantise the linear layers and stacked experts of the decoder layers in place.
 
     The format is NF4 unless ``form`` says otherwise. Layers are quantised one after the other.
@@ -94,6 +100,8 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
         model: a causal language model without adapters on its experts.
         watch: called with each weight of a linear layer; also stored on the model.
         form: the layers to quantise instead, and their formats.
+        device: where codes and scales are computed, before they go to the device of the weight; by
+            default that device. The mean of nested scales has other bits on another device.
 
     Returns:
         The number of linear layers that were quantised.
@@ -110,25 +118,36 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
     for path, layer in layers.items():
         weight = layer.weight.detach()
         matrix = weight.t() if type(layer).__name__ == TRANSPOSED else weight
-        quantised = kind_of_layer(path, form).quantise(matrix).to(weight.dtype)
+        kind = kind_of_layer(path, form)
+        quantised = _quantised_on(device, kind, matrix).to(weight.dtype)
         if watch is not None:
             watch(path, matrix, quantised)
         setattr(model, QUANTISED_FROM, weight.dtype)
         model.set_submodule(path, quantised.layer(layer.bias).train(layer.training))
     if experts:
-        quantise_experts(model, form)
+        quantise_experts(model, form, device)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
     report_quantised(model)
     return len(layers)
 
 
-def quantise_experts(model: Any, form: BaseFormat | None = None) -> int:
+def _quantised_on(device: torch.device | None, kind: FourBits, matrix: Tensor) -> PackedWeight:
+    """Return a matrix quantised on ``device``, and kept where the matrix is."""
+    if device is None or matrix.is_meta:
+        return kind.quantise(matrix)
+    return kind.quantise(matrix.to(device)).moved(matrix.device)
+
+
+def quantise_experts(
+    model: Any, form: BaseFormat | None = None, device: torch.device | None = None
+) -> int:
     """Quantise only the stacked experts of the decoder layers, in place, and freeze them.
 
     Args:
         model: a causal language model without adapters on its experts.
         form: the experts to quantise, and their formats; by default all, to NF4.
+        device: as of ``quantise_layers``.
 
     Returns:
         The number of modules that were quantised.
@@ -144,7 +163,8 @@ def quantise_experts(model: Any, form: BaseFormat | None = None) -> int:
     _check_bare(found)
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
-        model.set_submodule(path, PackedExperts.of(module, kind_of_layer(path, form).quantise))
+        quantise = partial(_quantised_on, device, kind_of_layer(path, form))
+        model.set_submodule(path, PackedExperts.of(module, quantise))
     return len(found)
 
 

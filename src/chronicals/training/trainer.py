@@ -122,7 +122,8 @@ class ChronicalsTrainer:
         self.output_dir = self.config.output_dir
         check_class(model)
         if OFFLOAD_EXPERTS.asked(self.config):
-            quantise_as_asked(model, self.config)  # records keep the format that experts have
+            # Records keep the format that experts have, with the bits that the card gives it.
+            quantise_as_asked(model, self.config, self.ranks.device)
         hold_experts_as_asked(model, self.config, self.ranks)
         self.config = with_sharding(self.config, model, self.ranks)
         self.device = one_device(
