@@ -190,7 +190,8 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         memory = memory.beside(f"{name}, frozen", held.size)
     if load.step.layer_tiles is not None and load.step.offloads:
         memory = memory.moving_inputs(layers_away(facts, memory, memory.kept[LAYERS]))
-        if memory.moved_inputs and keeps_results(facts, load.step):
+        # A plan does not know the host, and counts on no room for what only saves time.
+        if memory.moved_inputs and not facts.planned and keeps_results(facts, load.step):
             count = layers_away(facts, memory, memory.result)
             memory = replace(memory, kept_results=count)
     return memory
