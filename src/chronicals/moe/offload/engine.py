@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chronicals.moe.offload.copies import CopyEngine, Load
+from chronicals.moe.offload.copies import CopyEngine, Load, Rows
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -127,7 +127,7 @@ class ExpertEngine:
         self._copies: CopyEngine
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
-        self._records: list[tuple[Tensor, ...]] = []
+        self._records: list[Rows] = []
         self._slot_of: dict[Expert, int] = {}
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
@@ -196,7 +196,7 @@ class ExpertEngine:
                 form.to(device)
             self._views[number] = layer.layout.views(self._memory)
         self._records = [
-            self.slab.records(layer.first, layer.count, layer.layout.bytes).unbind()
+            Rows(self.slab.records(layer.first, layer.count, layer.layout.bytes))
             for layer in self.layers
         ]
 
@@ -497,13 +497,16 @@ class ExpertEngine:
         """
         for layer, expert in experts:
             self._check_record(layer, expert)
-        loads = list(zip(experts, self._emptied(len(experts), kept, spared)))
-        copy([(self._records[layer][expert], slot) for (layer, expert), slot in loads])
-        for (layer, expert), slot in loads:
-            self._slot_of[layer, expert] = slot
+        slots = self._emptied(len(experts), kept, spared)
+        held = experts[: len(slots)]
+        if not held:
+            return []
+        copy([Load(self._records[layer], e, slot) for (layer, e), slot in zip(held, slots)])
+        self._slot_of.update(zip(held, slots))
+        for (layer, expert), slot in zip(held, slots):
             size = self.layers[layer].layout.bytes
             self.log.load(layer, expert, size, self._copies.timing(slot))
-        return experts[: len(loads)]
+        return held
 
     def _check_record(self, layer: int, expert: int) -> None:
         """Raise ExpertRecordError if a record is not what was loaded."""
@@ -550,8 +553,6 @@ class ExpertEngine:
             passing: the slots could not keep as many experts of all layers.
         """
         missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
-        if not missing:
-            return []
         copy = partial(self._copies.copy, prefetch=True)
         fetched = self._load(missing[:most], {*kept, *wanted}, [], copy)
         self._fetched.update(fetched)
