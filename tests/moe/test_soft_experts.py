@@ -183,7 +183,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     begun = []
     copies = engine._copies
 
-    def begin(loads, stream, in_pieces):
+    def begin(loads, stream, in_pieces, waited):
         assert in_pieces, "a copy that something waits for"
         slots = [load.slot for load in loads]
         begun.extend(slots)

@@ -1,7 +1,8 @@
 """Copies of records from host memory into slots, beside the products of the device.
 
-Two streams: what products wait for (demand) goes before what they will want (prefetch), which is
-copied in pieces, so that a demanded record never waits for more than one piece of the bus's time.
+Two streams: what products wait for (demand) goes before what they will want (prefetch). Of that, few
+records are copied in pieces, so that a demanded one never waits for more than one piece of the bus's
+time.
 A slot has at most two events: one behind its copy, for which products of its expert wait and no
 others, and one behind its products, for which the next copy into it waits. Demanded copies that are
 asked for together are waited for together, and share one event, as small prefetched ones do; so do
@@ -23,6 +24,13 @@ from torch import Tensor
 
 PREFETCH_PIECE_BYTES = 2 << 20
 """Bytes of a piece of a prefetched record: 36 µs of a bus of 55 GB/s."""
+
+MOST_IN_PIECES = 16
+"""Prefetched records of a request that are copied in pieces, at most.
+
+More are those of a pass of many tokens. There a wave demands up to 96 MB at a time, and waits 9 % longer
+for the rest of a record of 9.4 MB at most; in NF4 pieces would be twice as many copies for the host.
+"""
 
 PREFETCH_GROUP_BYTES = 8 << 20
 """Bytes of prefetched records that are waited for together, but one record at least.
@@ -151,10 +159,12 @@ class CopyEngine:
             prefetch: no product waits for the copies yet.
         """
         stream = self._prefetch if prefetch else self._demand
+        in_pieces = prefetch and len(loads) <= MOST_IN_PIECES
         groups = _groups(loads) if prefetch else [loads]
+        waited = set[Any]()
         with self._on(stream):
             for group in groups:
-                self._copy(group, stream, prefetch)
+                self._copy(group, stream, in_pieces, waited)
                 filled = self.recorded(stream)
                 self._awaited.update((load.slot, filled) for load in group)
 
@@ -165,16 +175,24 @@ class CopyEngine:
             loads: the records and their slots.
             stream: the current stream, as ``current`` returns it.
         """
-        self._copy(loads, stream, False)
+        self._copy(loads, stream, False, set())
 
-    def _copy(self, loads: Sequence[Load], stream: Any, in_pieces: bool) -> None:
-        """Copy records into slots on a stream, which is the current one."""
+    def _copy(self, loads: Sequence[Load], stream: Any, in_pieces: bool, waited: set[Any]) -> None:
+        """Copy records into slots on a stream, which is the current one.
+
+        Args:
+            loads: the records and their slots.
+            stream: the stream.
+            in_pieces: each record is several copies.
+            waited: events that the stream waits for already; new ones are added.
+        """
         for load in loads:
             # behind the products that read the slot, and a copy into it that nothing waited for
             for events in (self._read, self._awaited):
                 event = events.pop(load.slot, None)
-                if event is not None:
+                if event is not None and event not in waited:
                     stream.wait_event(event)
+                    waited.add(event)
             began = self.recorded(stream) if self.times else None
             into = self._slots_of(load.records.size).parts(load.slot, in_pieces)
             for part, of_record in zip(into, load.records.parts(load.record, in_pieces)):

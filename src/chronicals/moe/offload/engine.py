@@ -41,8 +41,14 @@ passes, so with fewer bytes copies would wait for it; with more, the products of
 wait longer, since nothing runs beside its copies.
 """
 
-DENSE_BYTES = 512 << 20
-"""Bytes of dequantised values of a wave, at most, but those of one expert at least."""
+DENSE_BYTES = 576 << 20
+"""Bytes of dequantised values of a wave, at most, but those of one expert at least.
+
+A wave takes the host as long whatever its experts. Where the slots hold the experts of two layers,
+those of a layer are there when it begins, so that this alone divides them: 128 experts of 9.4 MB,
+Qwen3-30B-A3B's, into two waves. 512 MiB would give a third one of 16 experts; all at once would take
+1.1 GiB.
+"""
 
 MOST_COMING = 16
 """Copies that are on their way at a time while shared experts stand in."""
@@ -74,6 +80,16 @@ class LayerRecords:
         """The number E of experts."""
         return next(iter(self.formats.values())).count
 
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the values that products of many rows make of an expert; 0 if they make none."""
+        return sum(form.dense_bytes for form in self.formats.values())
+
+    @property
+    def most_dense(self) -> int:
+        """The experts of a wave, at most, by their dequantised values."""
+        return max(1, DENSE_BYTES // self.dense_bytes) if self.dense_bytes else self.count
+
 
 class WaveLimits(NamedTuple):
     """Limits of a wave: experts, and missing ones among them."""
@@ -85,6 +101,16 @@ class WaveLimits(NamedTuple):
 def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
     """Return the bytes of a slot: of the largest record."""
     return max(layer.layout.bytes for layer in layers)
+
+
+def wave_dense_bytes(layers: Sequence[LayerRecords], slots: int) -> int:
+    """Return the bytes of dequantised values that products of many rows make at a time, at most.
+
+    Args:
+        layers: the records of all layers.
+        slots: number of slots.
+    """
+    return max(layer.dense_bytes * min(layer.most_dense, layer.count, slots) for layer in layers)
 
 
 def least_slots_of(layers: Sequence[LayerRecords]) -> int:
@@ -288,7 +314,8 @@ class ExpertEngine:
         waiting = [(layer, expert) for expert in with_rows(bounds) if expert not in by_cpu]
         first = 0
         passing = len(waiting) * len(self.layers) > self.slots
-        limits = self._limits_of(self.layers[layer])
+        records = self.layers[layer]
+        limits = WaveLimits(records.most_dense, max(1, WAVE_BYTES // records.layout.bytes))
         stream = self.current_stream
         wave = self._take(waiting, [], passing, limits, self._copies.copy)
         while wave:
@@ -425,12 +452,6 @@ class ExpertEngine:
         for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
             slots[expert] = slot
         self._prefetch(layer, wave, backward=False)
-
-    def _limits_of(self, layer: LayerRecords) -> WaveLimits:
-        """Return what a wave of a layer may have."""
-        dense = sum(form.dense_bytes for form in layer.formats.values())
-        experts = max(1, DENSE_BYTES // dense) if dense else self.slots
-        return WaveLimits(experts, max(1, WAVE_BYTES // layer.layout.bytes))
 
     def _take(
         self,
