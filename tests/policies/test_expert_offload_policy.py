@@ -170,7 +170,7 @@ def test_the_estimate_has_the_dequantised_values_of_a_wave(tmp_path, monkeypatch
     import chronicals
     from chronicals.models import present
     from chronicals.models.four_bits import quantise_experts
-    from chronicals.moe.offload import engine
+    from chronicals.moe.offload import layers
     from chronicals.policies import Facts
     from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
     from chronicals.policies.policy import MemoryLoad
@@ -195,6 +195,6 @@ def test_the_estimate_has_the_dequantised_values_of_a_wave(tmp_path, monkeypatch
     layer = opened.layers[0]
     dense = sum(math.prod(form.shape[1:]) * 4 for form in layer.formats.values())
     assert opened.slots >= layer.count and found == dense * layer.count
-    monkeypatch.setattr(engine, "DENSE_BYTES", 3 * dense + 1)
+    monkeypatch.setattr(layers, "DENSE_BYTES", 3 * dense + 1)
     assert beside_slots(packed(), "0.02MiB")[0] == 3 * dense
     assert beside_slots(model(), "0.06MiB")[0] == 0

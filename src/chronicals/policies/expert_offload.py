@@ -15,9 +15,9 @@ from chronicals.distributed import Mesh
 from chronicals.kernels.host_memory import available_memory
 from chronicals.models.routed_experts import is_experts
 from chronicals.moe.offload.budget import Budgets, size_words
-from chronicals.moe.offload.engine import wave_dense_bytes
 from chronicals.moe.offload.events import IO_FILE
 from chronicals.moe.offload.eviction import LeastRecentlyUsed
+from chronicals.moe.offload.layers import wave_dense_bytes
 from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.moe.offload.prediction import Repeating
 from chronicals.patching.expert_offload import hold_experts, open_experts

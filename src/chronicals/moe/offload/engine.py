@@ -2,10 +2,12 @@
 
 A pass over a layer takes its chosen experts in the order of their numbers, in waves. While products
 of one wave run, the missing experts of the next are copied; behind the last wave come those that a
-predictor expects in the next layer. A wave waits for the copies of its own experts alone.
+predictor expects in the next layer. A wave waits for the copies of its own experts, and of small ones
+that were copied with them.
 
     slots S:    the experts of a wave, of the next wave, and what the eviction policy keeps
-    waves:      missing experts of at most ``WAVE_BYTES``, and at most half the slots
+    waves:      missing experts of at most ``WAVE_BYTES``, dequantised values of at most
+                ``DENSE_BYTES``, and at most half the slots
 
 Neither budget, policy, predictor nor order changes a result: every expert's rows go through the
 same products of the same bytes.
@@ -13,11 +15,10 @@ same products of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,93 +30,18 @@ from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import EvictionPolicy, Expert
+from chronicals.moe.offload.layers import (
+    LayerRecords,
+    WaveLimits,
+    least_slots_of,
+    slot_bytes_of,
+)
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.slab import HostSlab
-from chronicals.quantization.expert_records import InMemory, Places, RecordLayout, StackFormat
-
-WAVE_BYTES = 96 << 20
-"""Bytes of the missing experts of a wave, at most, but one expert at least.
-
-They take a bus of 55 GB/s 1.8 ms. The host takes about 1 ms to launch the products of a wave in both
-passes, so with fewer bytes copies would wait for it; with more, the products of a layer's first wave
-wait longer, since nothing runs beside its copies.
-"""
-
-DENSE_BYTES = 576 << 20
-"""Bytes of dequantised values of a wave, at most, but those of one expert at least.
-
-A wave takes the host as long whatever its experts. Where the slots hold the experts of two layers,
-those of a layer are there when it begins, so that this alone divides them: 128 experts of 9.4 MB,
-Qwen3-30B-A3B's, into two waves. 512 MiB would give a third one of 16 experts; all at once would take
-1.1 GiB.
-"""
+from chronicals.quantization.expert_records import InMemory, Places
 
 MOST_COMING = 16
 """Copies that are on their way at a time while shared experts stand in."""
-
-SPARE_SLOTS = 2
-"""Slots beside the k experts of a token, at least: for copies beside its products."""
-
-
-@dataclass(frozen=True)
-class LayerRecords:
-    """The experts of a layer.
-
-    Attributes:
-        path: path of their module in the model.
-        formats: of its weights and biases, by name.
-        layout: of its records.
-        first: number of the first expert's record in the slab.
-        each: k, experts of a token.
-    """
-
-    path: str
-    formats: Mapping[str, StackFormat]
-    layout: RecordLayout
-    first: int
-    each: int
-
-    @property
-    def count(self) -> int:
-        """The number E of experts."""
-        return next(iter(self.formats.values())).count
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the values that products of many rows make of an expert; 0 if they make none."""
-        return sum(form.dense_bytes for form in self.formats.values())
-
-    @property
-    def most_dense(self) -> int:
-        """The experts of a wave, at most, by their dequantised values."""
-        return max(1, DENSE_BYTES // self.dense_bytes) if self.dense_bytes else self.count
-
-
-class WaveLimits(NamedTuple):
-    """Limits of a wave: experts, and missing ones among them."""
-
-    experts: int
-    missing: int
-
-
-def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
-    """Return the bytes of a slot: of the largest record."""
-    return max(layer.layout.bytes for layer in layers)
-
-
-def wave_dense_bytes(layers: Sequence[LayerRecords], slots: int) -> int:
-    """Return the bytes of dequantised values that products of many rows make at a time, at most.
-
-    Args:
-        layers: the records of all layers.
-        slots: number of slots.
-    """
-    return max(layer.dense_bytes * min(layer.most_dense, layer.count, slots) for layer in layers)
-
-
-def least_slots_of(layers: Sequence[LayerRecords]) -> int:
-    """Return the slots that are needed: the k experts of a token and ``SPARE_SLOTS`` more."""
-    return max(layer.each for layer in layers) + SPARE_SLOTS
 
 
 def with_rows(bounds: Sequence[int] | NDArray[np.int32]) -> list[int]:
@@ -314,8 +240,7 @@ class ExpertEngine:
         waiting = [(layer, expert) for expert in with_rows(bounds) if expert not in by_cpu]
         first = 0
         passing = len(waiting) * len(self.layers) > self.slots
-        records = self.layers[layer]
-        limits = WaveLimits(records.most_dense, max(1, WAVE_BYTES // records.layout.bytes))
+        limits = self.layers[layer].limits
         stream = self.current_stream
         wave = self._take(waiting, [], passing, limits, self._copies.copy)
         while wave:
