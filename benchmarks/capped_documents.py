@@ -14,6 +14,8 @@ import argparse
 import gc
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,10 +37,13 @@ WARM_UP_LAYERS = 2
 PROBE_GRANULE = 2048
 """Tokens between two lengths that the bisection of a peer tells apart."""
 
+FIRST_PROBE = 65536
+"""Tokens that the bisection begins with where nothing is published."""
+
 PUBLISHED = {8: 2972, 12: 21848, 16: 40724, 24: 78475, 48: 191728, 80: 342733}
 """Tokens that Unsloth publishes for an 8B in QLoRA r32, batch 1, by GB (unsloth.ai/blog)."""
 
-LONG_STEP = 40.0
+LONG_STEP = 20.0
 """Seconds of a step, by plan, from which one is taken, and not the fastest of three."""
 
 LEFT_FOR_LAST = 20.0
@@ -94,17 +99,23 @@ def in_a_process(row: Row) -> dict[str, Any]:
     """Return what a row found, or why it did not end."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
+        log = Path(folder) / "log.txt"
         command = [sys.executable, __file__, json.dumps(asdict(row)), str(out)]
-        try:
-            ended = subprocess.run(
-                command, timeout=row.budget, capture_output=True, text=True, check=False
+        with log.open("w") as lines:
+            # In a session of its own, so that its compilers end with it.
+            process = subprocess.Popen(
+                command, stdout=lines, stderr=subprocess.STDOUT, start_new_session=True
             )
-            said = ended.stderr[-2000:]
-        except subprocess.TimeoutExpired as error:
-            said = f"over its {row.budget:.0f} s; {str(error.stderr or '')[-1000:]}"
+            try:
+                process.wait(row.budget)
+                late = ""
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                late = f"over its {row.budget:.0f} s; "
         found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
         if "loss" not in found and "error" not in found:
-            found["error"] = said
+            found["error"] = late + log.read_text()[-2000:]
         return found
 
 
@@ -167,6 +178,7 @@ def run_ours(row: Row, out: Path) -> None:
         found["planned_gib"] = taken.fitted.held / GIB
         found["moved_inputs"] = taken.fitted.memory.moved_inputs
         out.write_text(json.dumps(found))
+        print(f"{length:,} tokens, {layers} layers, {taken.seconds:.0f} s by plan", flush=True)
 
         settings = settings if on_card else {}
         warm = build_model(row.shape, min(WARM_UP_LAYERS, layers), WARM_UP_LENGTH)
@@ -245,8 +257,8 @@ def train(
 
     on_card = torch.cuda.is_available()
     pinned = PinnedSeconds()
-    logging.getLogger("chronicals.memory.offload").addHandler(pinned)
-    logging.getLogger("chronicals.memory.offload").setLevel(logging.INFO)
+    logging.getLogger("chronicals.memory").addHandler(pinned)
+    logging.getLogger("chronicals.memory").setLevel(logging.INFO)
 
     class Steps(Callback):
         """Caps the allocator when the model is ready, and notes when the last step is done."""
@@ -267,6 +279,7 @@ def train(
 
         def step_done(self, metrics: Any) -> None:
             self.times.append(time.monotonic())
+            print(f"step after {self.times[-1] - self.times[-2]:.1f} s", flush=True)
 
     fields = {**FIELDS, "use_gradient_checkpointing": True, **settings}
     config = ChronicalsConfig(
@@ -291,6 +304,9 @@ def train(
     last = json.loads(lines[-1])
     seconds = [end - begin for begin, end in pairwise(clock.times)]
     seconds[0] -= pinned.seconds
+    if steps > 1:  # metrics of a step come while the next one runs, so the run's own clock is taken
+        rates = [json.loads(line)["tokens_per_second"] for line in lines[1:]]
+        seconds = [length / rate for rate in rates]
     return {
         "loss": result.loss,
         "gradient_norm": last["grad_norm"],
@@ -454,8 +470,10 @@ def run_unsloth(row: Row, out: Path) -> None:
             optimizer.step()
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
+            print(f"{length:,} tokens in {seconds:.1f} s", flush=True)
             return {"seconds": seconds, "loss": loss.item(), "gradient_norm": norm.item()}
         except torch.OutOfMemoryError:
+            print(f"{length:,} tokens do not fit", flush=True)
             return None
         finally:
             optimizer.zero_grad(set_to_none=True)
@@ -468,7 +486,7 @@ def run_unsloth(row: Row, out: Path) -> None:
         step(row.length)
         best = (row.length, step(row.length))
     else:
-        best = bisected(step, PUBLISHED.get(int(row.cap), 8192), began + row.budget)
+        best = bisected(step, PUBLISHED.get(int(row.cap), FIRST_PROBE), began + row.budget)
     length, figures = best
     if figures is None:
         found["error"] = f"out of memory at {length:,} tokens"

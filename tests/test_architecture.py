@@ -37,6 +37,7 @@ LEAVES = [
     "bound_process",
     "auto_classes",
     "versions",
+    "log_once",
 ]
 """All may use these; each may use those after it."""
 

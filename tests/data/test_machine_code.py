@@ -25,6 +25,7 @@ FILES = {
         for name in (
             "precompilation.py",
             "bound_process.py",
+            "log_once.py",
             "data/packs/compiled.py",
             "data/packs/machine_code.py",
         )

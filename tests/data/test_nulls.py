@@ -9,6 +9,7 @@ import pytest
 
 from chronicals.data import read_records
 from chronicals.data.reading import nulls
+from chronicals.log_once import LOGGED
 
 CALLS = [
     {"name": "weather", "arguments": {"city": "Oslo", "unit": None}},
@@ -44,7 +45,7 @@ def rows_of(source):
 
 @pytest.fixture
 def said(caplog):
-    nulls._log_removed_nulls.cache_clear()
+    LOGGED.clear()
     with caplog.at_level(logging.INFO):
         yield caplog
 

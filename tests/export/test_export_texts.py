@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import families
-from chronicals.export import texts
 from chronicals.export.proof import Proof
 from chronicals.export.texts import LARGEST_ERROR, NEW_TOKENS, GreedyText, greedy_texts, prove_texts
+from chronicals.log_once import LOGGED
 
 DOCUMENTS = [[5, 6, 7], [], [9, 8, 7, 6, 5], [3, 4]]
 
@@ -24,7 +24,7 @@ def built(family):
 def test_the_text_is_that_of_transformers(family, caplog):
     """By the engine, or by transformers for a class that it cannot serve, which is named once."""
     caplog.set_level(logging.INFO)
-    texts._say_once.cache_clear()
+    LOGGED.clear()
     model = built(family)
     for _ in range(2):
         found = greedy_texts(model, DOCUMENTS)

@@ -27,7 +27,7 @@ from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from comparison import equal
-from preferences import assert_close, gradients_of, one_step, rows, store_of
+from preferences import DIVISIONS, assert_close, gradients_of, one_step, rows, store_of
 
 COUNT = 9
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -144,13 +144,7 @@ def test_however_a_step_is_divided(tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
     given = rows(8)
     found = []
-    divisions = [
-        (1, 8, {"max_documents": 3}),
-        (2, 4, {"max_documents": 3}),
-        (8, 1, {"max_documents": 3}),
-        (1, 8, {}),
-    ]
-    for batch, accumulation, more in divisions:
+    for batch, accumulation, more in DIVISIONS:
         found.append(
             one_step(
                 tmp_path,

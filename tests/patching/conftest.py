@@ -2,13 +2,14 @@
 
 import pytest
 
-from chronicals.patching import fused_weights, plan
+from chronicals.log_once import LOGGED
+from chronicals.patching import plan
 
 
 @pytest.fixture(autouse=True)
 def untold():
     """Let each test be told what is said once a process."""
-    fused_weights.SAID.clear()
+    LOGGED.clear()
 
 
 @pytest.fixture

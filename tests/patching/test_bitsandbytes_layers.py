@@ -13,6 +13,7 @@ import families
 import generic_bitsandbytes  # noqa: F401
 import runs
 import tiny
+from chronicals.log_once import LOGGED
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import load_model
 from chronicals.patching import decoder_layer, patch_model, patch_parts, unpatch_model
@@ -173,7 +174,7 @@ def test_products_in_another_dtype_are_said(folder, asked, said, caplog, seed):
     """They are off by no more than a few times what products in bf16 change by themselves (1 to
     2 as a rule).
     """
-    bitsandbytes._say_dtype.cache_clear()
+    LOGGED.clear()
 
     def made(kind):
         torch.manual_seed(seed)

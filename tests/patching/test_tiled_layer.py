@@ -8,6 +8,7 @@ import torch
 
 import families
 from chronicals.kernels.dropped_products import RepeatedSeeds, draw_seed
+from chronicals.log_once import LOGGED
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, heads_at_a_time, recompute
 from chronicals.models import PresentedModel
@@ -22,7 +23,6 @@ from chronicals.patching import (
     untile_layers,
 )
 from chronicals.patching.decoder_layer import FUSED_LAYER, runs
-from chronicals.patching.fused_weights import SAID
 from chronicals.quantization import PackedStorage
 from mutants import mutant
 
@@ -242,7 +242,7 @@ def test_what_cannot_run_fused_is_recomputed_as_a_whole(monkeypatch):
     model = fused("llama")
     whole = gradients(model)
     tile_layers(model)
-    SAID.clear()
+    LOGGED.clear()
     model.get_decoder().layers[0].mlp.register_forward_hook(lambda *_: None)
     recomputed = []
     usual = decoder_layer.checkpoint
@@ -250,7 +250,7 @@ def test_what_cannot_run_fused_is_recomputed_as_a_whole(monkeypatch):
         decoder_layer, "checkpoint", lambda *a, **k: recomputed.append(a) or usual(*a, **k)
     )
     families.assert_same(whole, gradients(model))
-    assert len(recomputed) == 1 and any("runs part by part" in said for said in SAID)
+    assert len(recomputed) == 1 and any("runs part by part" in said for said in LOGGED)
 
 
 def test_without_gradients_nothing_is_kept():
@@ -304,7 +304,7 @@ FAULTS = {
         "self.tokens.rows(slice(0, len(x)))",
     ),
     "a tile's gradients in place of their sum": (
-        "GradientSums.add",
+        "GradientSums._add",
         "total.add_(gradient)",
         "pass",
     ),

@@ -11,13 +11,16 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, Estimate, InputOffload, StepShape, decoder_layers
+from chronicals.memory.attention_results import RESULTS
 from chronicals.memory.recompute import TILE
 from chronicals.memory.tiled_layers import LayerTiles, TiledElements
 from chronicals.model_shape import ModelShape
 from chronicals.policies import Decision, Facts, decide, needed_memory
 from chronicals.policies.exclusions import why_excluded
+from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
 from chronicals.policies.policy import POLICIES, MemoryLoad
+from chronicals.policies.step_time import AS_LONG_AS_PACKS, StepWork
 
 TILED = POLICIES["tiled_layers"]
 OFFLOAD = POLICIES["activation_offload"]
@@ -138,3 +141,60 @@ def test_a_run_without_offload_keeps_all_inputs():
     assert tiled.needed(LAYERS) == 100 + 40 + 7
     assert replace(tiled, moved_inputs=4).needed(LAYERS) == 100 + 20 + 7
     assert replace(tiled, moved_inputs=1).needed(LAYERS) == 100 + 50 + 7
+
+
+def test_results_are_kept_as_far_as_the_host_has_room(tmp_path, monkeypatch):
+    """Behind the inputs; their attention is not computed again, and their bytes are copied."""
+    monkeypatch.setattr(Facts, "planned", property(lambda self: False))
+    monkeypatch.setattr(needed_memory, "input_device", lambda model: torch.device("cuda"))
+    roomy = expected_memory(facts_of(tmp_path))[1]
+    assert roomy.kept_results == 0  # all inputs stay on the card
+    size, result = roomy.kept[LAYERS], roomy.result
+    assert result == 2 * TILE * (64 * 4 + 4 * 4)  # D values of 4 bytes, and one for each head
+    card = int(replace(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
+    facts = facts_of(tmp_path, total=card)
+    found = {}
+    for room in (0.5, 2.5, 9):
+        free = int((6 * size + room * result) / needed_memory.HOST_SHARE) + 1
+        monkeypatch.setattr(needed_memory, "available_memory", lambda free=free: free)
+        found[room] = memory = expected_memory(facts)[1]
+        assert memory.moved_inputs == 6
+    assert [memory.kept_results for memory in found.values()] == [0, 2, 6]
+    assert found[2.5].in_host_memory(LAYERS) == {
+        "offloaded activations": 6 * size,
+        "results of attention": 2 * result,
+    }
+    sizes = ModelSizes.of(facts.model)
+    made = Decision("activation_offload", True, "as asked", layers=6)
+    work = {
+        room: OFFLOAD.work(facts, StepWork.of(facts, memory, sizes, AS_LONG_AS_PACKS), made)
+        for room, memory in found.items()
+    }
+    forward = work[0.5].forward.scores
+    assert forward > 0
+    for room, share in ((2.5, 1 / 3), (9, 1)):
+        spared = work[0.5].backward.scores - work[room].backward.scores
+        assert spared == pytest.approx(share * forward)
+        assert work[room].offloaded - work[0.5].offloaded == found[room].kept_results * result
+
+
+@pytest.mark.parametrize(
+    "changes", [{"backend": "per-document"}, {"backend": ""}, {"context": 2}], ids=str
+)
+def test_results_are_computed_again_where_a_backend_saves_more_than_they_are(changes, tmp_path):
+    facts = facts_of(tmp_path)
+    step = StepShape(2 * TILE, True, 2, 8)
+    assert needed_memory.keeps_results(facts, step)
+    assert not needed_memory.keeps_results(facts, replace(step, gathers_keys=True))
+    assert not needed_memory.keeps_results(replace(facts, **changes), step)
+    padded = tiny.llama(hidden_size=4 * 20, head_dim=20)
+    assert not needed_memory.keeps_results(replace(facts, model=padded), step)
+
+
+def test_the_run_keeps_the_results_that_were_decided():
+    model = tiny.llama(num_hidden_layers=6)
+    decision = Decision("activation_offload", True, "as asked", layers=6, results=3)
+    with OFFLOAD.around_steps(model, decision):
+        kept = [hasattr(layer, RESULTS) for layer in decoder_layers(model)]
+        assert kept == [False, True] * 3
+    assert not any(hasattr(layer, RESULTS) for layer in decoder_layers(model))

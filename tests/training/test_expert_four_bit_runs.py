@@ -17,12 +17,12 @@ from chronicals.generation import load_trained
 from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.models import (
-    four_bits,
     load_model,
     missing_for_bitsandbytes,
     present,
     quantise_experts,
     quantise_layers,
+    reading_quantiser,
 )
 from chronicals.policies import Facts, decide
 from chronicals.quantization import Experts4bit, Linear4bit
@@ -174,7 +174,7 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(
 def test_no_stack_waits_for_another_while_they_are_read(tmp_path, name, monkeypatch):
     """Dense values of stacks, read or made of what was read, while one is quantised: its own."""
     place = base(tmp_path, name)
-    keep = four_bits._Stacks.take
+    keep = reading_quantiser.Stacks.take
     waiting = []
 
     def counting(stacks, model, own, stack):
@@ -193,7 +193,7 @@ def test_no_stack_waits_for_another_while_they_are_read(tmp_path, name, monkeypa
         )
         return keep(stacks, model, own, stack)
 
-    monkeypatch.setattr(four_bits._Stacks, "take", counting)
+    monkeypatch.setattr(reading_quantiser.Stacks, "take", counting)
     load_model(place, torch.float32, quantization="nf4")
     assert waiting == [0] * 4
 
@@ -311,10 +311,7 @@ def test_what_saves_memory_changes_no_step(tmp_path, policy):
             **given,
             **changes,
         )
-    plain, ours = (runs.trajectory(tmp_path / kind) for kind in ("plain", "saving"))
-    assert [x for step in ours for x in step] == pytest.approx(
-        [x for step in plain for x in step], rel=1e-4
-    )
+    runs.assert_same_steps(tmp_path / "saving", tmp_path / "plain", 1e-4)
 
 
 @pytest.mark.slow

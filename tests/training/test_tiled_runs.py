@@ -91,7 +91,7 @@ def test_all_weights(beside, tmp_path):
 
 @pytest.mark.slow
 def test_a_tile_that_is_lost_is_found(tmp_path, monkeypatch):
-    broken = mutant(tiled_layer, "total.add_(gradient)", "total", "GradientSums.add")
+    broken = mutant(tiled_layer, "total.add_(gradient)", "total", "GradientSums._add")
     monkeypatch.setattr(decoder_layer, "run_in_tiles", broken.run_in_tiles)
     monkeypatch.setattr(tiled_layer.TiledLayer, "backward", broken.TiledLayer.backward)
     with pytest.raises(AssertionError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import ChatTemplate, ColumnNames, Overlong
 from chronicals.cli.options import fields_from_flags, objective_names, with_known_names
 
 if TYPE_CHECKING:
@@ -45,15 +46,8 @@ def show(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text"
-        ),
-    ] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")
-    ] = None,
+    chat_template: ChatTemplate = None,
+    columns: ColumnNames = None,
     max_seq_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens in a pack (2048)")
     ] = None,
@@ -85,9 +79,7 @@ def show(
             "--train-after-stop", help="Train what the template writes behind a stop token, too"
         ),
     ] = None,
-    overlong: Annotated[
-        str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")
-    ] = None,
+    overlong: Overlong = None,
     packing_strategy: Annotated[
         str | None, typer.Option(help="best-fit (unless said otherwise), first-fit or in-order")
     ] = None,

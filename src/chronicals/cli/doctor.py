@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
+from chronicals.cli.common_options import AsJson
 from chronicals.standard_json import to_json
 
 
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
     test: Annotated[
         bool,
         typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition"),

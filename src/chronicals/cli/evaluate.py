@@ -9,21 +9,26 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import (
+    BaseModel,
+    ChatTemplate,
+    ColumnNames,
+    Overlong,
+    TrainedModel,
+    TrustRemoteCode,
+)
 from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
 from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
 
 def evaluate_command(
-    model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
+    model: TrainedModel,
     data: Annotated[
         list[str],
         typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated"),
     ],
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
-    ] = None,
+    base_model: BaseModel = None,
     reference_model: Annotated[
         str | None,
         typer.Option(
@@ -55,18 +60,9 @@ def evaluate_command(
     completions_as_chat: Annotated[
         bool | None, typer.Option(help="Render prompts and completions by the chat template")
     ] = None,
-    overlong: Annotated[
-        str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            help="For a tokenizer without one: chatml, llama3, ... or a file with Jinja text"
-        ),
-    ] = None,
-    columns: Annotated[
-        list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")
-    ] = None,
+    overlong: Overlong = None,
+    chat_template: ChatTemplate = None,
+    columns: ColumnNames = None,
     rewards: Annotated[
         list[str] | None,
         typer.Option(help="What scores drawn answers, as of train (default: those of the run)"),
@@ -84,9 +80,7 @@ def evaluate_command(
     output: Annotated[
         Path | None, typer.Option(help="Also write the figures to this JSON file")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Run Python code that comes with the model")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Held-out loss, perplexity and accuracy.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import BaseModel, TrainedModel, TrustRemoteCode
 from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ CHAT_COMMANDS = {
 
 
 def generate_command(
-    model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
+    model: TrainedModel,
     prompt: Annotated[
         str | None, typer.Option(help="Ask this and stop; without it a chat begins")
     ] = None,
@@ -65,10 +66,7 @@ def generate_command(
             "--system", "--system-prompt", help="System message before the first question"
         ),
     ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Base model of an adapter, where the adapter does not name it"),
-    ] = None,
+    base_model: BaseModel = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens")] = 256,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token")
@@ -108,9 +106,7 @@ def generate_command(
             "standard output",
         ),
     ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="Run Python code that comes with the model")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Ask a trained model, once or in a chat.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import BaseModel, TrustRemoteCode
 from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
 from chronicals.cli.options import Command, values_of
 
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 
 moe_commands = typer.Typer(name="moe", no_args_is_help=True)
 
-# Options of both commands that load a mixture (``loaded_mixture``).
-BaseModel = Annotated[
-    str | None,
-    typer.Option(help="Base model of an adapter, where the adapter does not name it"),
-]
 In4Bits = Annotated[
     bool,
     typer.Option(
@@ -30,7 +26,6 @@ In4Bits = Annotated[
         help="Model, or base of an adapter, in 4 bits (default: as it was trained)",
     ),
 ]
-TrustRemoteCode = Annotated[bool, typer.Option(help="Run Python code that comes with the model")]
 
 
 @moe_commands.callback()

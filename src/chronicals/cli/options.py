@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import itertools
@@ -12,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import PydanticCustomError
@@ -24,7 +25,6 @@ from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.checked_class import AUTO, DECIDED, headings_of
 from chronicals.config.foreign import NOT_SHOWN, no_such_field, no_such_objective, suggestion
-from chronicals.config.presets import PRESET_WORDS
 from chronicals.config.sections import SECTIONS_FIELD, SHARED, of_flags
 from chronicals.config.values import LAYER_NAME, split_values
 
@@ -51,8 +51,6 @@ OWN_TEXTS = {
 }
 """Fields that read their texts themselves, because a size may have a unit and an error a word, and
 what help says that they take."""
-
-PRESET_HELP = f"Start from a preset: {PRESET_WORDS}"
 
 YAML_NUMBERS = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """Numbers as YAML writes them, and as Python does."""
@@ -203,17 +201,32 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**given, **fields_from_flags(flags))
 
     hinted = typing.get_type_hints(command, include_extras=True)
-    own = [p.replace(annotation=hinted[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    for parameter in own:  # a command's own options come after the model and the data
-        for about in typing.get_args(parameter.annotation):
-            if isinstance(about, typer.models.OptionInfo) and about.rich_help_panel is None:
-                about.rich_help_panel = OWN_HEADING
+    own = [
+        p.replace(annotation=_with_own_heading(hinted[p.name]), kind=inspect.Parameter.KEYWORD_ONLY)
+        for p in own
+    ]
+    # a command's own options come after the model and the data
     options = [*required, *own, *others]
     wrapper.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     wrapper.__name__ = command.__name__
     wrapper.__doc__ = command.__doc__
     wrapper.__annotations__ = {p.name: p.annotation for p in options}
     return wrapper
+
+
+def _with_own_heading(annotation: Any) -> Any:
+    """Return the annotation of an argument or option; an option without a heading gets one.
+
+    The option is a copy, because other commands may have the same one under no heading.
+    """
+    kind, *about = typing.get_args(annotation)
+    headed = []
+    for info in about:
+        if isinstance(info, typer.models.OptionInfo) and info.rich_help_panel is None:
+            info = copy.copy(info)
+            info.rich_help_panel = OWN_HEADING
+        headed.append(info)
+    return Annotated[(kind, *headed)]
 
 
 def _field_options() -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:

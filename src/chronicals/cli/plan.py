@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import AsJson, PresetName
 from chronicals.cli.options import (
-    PRESET_HELP,
     make_room_for,
     values_of,
     with_known_names,
@@ -63,14 +63,14 @@ def plan_command(
     labelled: Annotated[
         float, typer.Option(min=0.001, max=1, help="Share of the tokens that are targets")
     ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    as_json: AsJson = False,
     output: Annotated[
         Path | None,
         typer.Option(
             help="Write the recipe, with the settings that --fit took, for the first of --gpus"
         ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
+    preset: PresetName = None,
     **flags: Any,
 ) -> None:
     """Count what a run takes, without a card.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import PresetName
 from chronicals.cli.noise import keep_in
 from chronicals.cli.options import (
-    PRESET_HELP,
     with_known_names,
     with_recipe_flags,
     without_option,
@@ -69,7 +69,7 @@ def train_command(
             min=1, help="Processes on this machine that train together, one for each card"
         ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
+    preset: PresetName = None,
     **flags: Any,
 ) -> None:
     """Train a model.

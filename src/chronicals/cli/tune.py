@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chronicals.cli.common_options import PresetName
 from chronicals.cli.options import (
-    PRESET_HELP,
     make_room_for,
     with_known_names,
     with_recipe_flags,
@@ -53,7 +53,7 @@ def tune_command(
         Path | None,
         typer.Option(help="New file into which the trials are written for optuna-dashboard"),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
+    preset: PresetName = None,
     **flags: Any,
 ) -> None:
     """Try settings of a run on its own data, and say which are best.

@@ -7,14 +7,11 @@ tables answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from chronicals.config import foreign_data
-from chronicals.config.foreign import SOURCE_FIELDS
 from chronicals.config.foreign_values import ABSENT_OBJECTIVES
-from chronicals.config.values import exists_here, is_init
-from chronicals.convert import factory_data
+from chronicals.config.values import is_init
 from chronicals.convert.answers import (
     FIELDS,
     Answer,
@@ -23,19 +20,16 @@ from chronicals.convert.answers import (
     not_needed,
     not_there,
 )
-from chronicals.convert.factory_data import INDEX
+from chronicals.convert.data_rules import DATA_RULES
 from chronicals.convert.lengths import (
-    data_of,
     has_conversations,
-    rows_of,
     steps_of,
     steps_of_epoch,
     steps_that_differ,
     trained_rows,
 )
 from chronicals.convert.reading import AXOLOTL, LLAMA_FACTORY, TRL, Theirs
-
-Rule = Callable[[Any, Theirs], Answer | None]
+from chronicals.convert.rules import Rule, always, off_or
 
 PAIRS = ("dpo", "ipo", "simpo", "cpo", "orpo", "reward")
 """Objectives whose rows are two answers to a prompt."""
@@ -148,15 +142,12 @@ def _length(value: Any, theirs: Theirs) -> Answer:
         )
     if objective == "kto" or objective in ROLLOUTS:
         return mapped(max_seq_length=value)
-    kept = {} if theirs.get("excess_length_strategy", "truncation_mode") else _overlong(theirs)
-    return mapped(max_seq_length=value, **kept)
-
-
-def _overlong(theirs: Theirs) -> dict[str, str]:
-    """Return what becomes of a row that is too long, where their configuration does not say."""
-    if theirs.objective == "pretraining":
-        return {"overlong": "split"}
-    return {"overlong": "drop" if theirs.tool == AXOLOTL else "cut"}
+    if theirs.get("excess_length_strategy", "truncation_mode"):
+        return mapped(max_seq_length=value)
+    if objective == "pretraining":
+        return mapped(max_seq_length=value, overlong="split")
+    usual = "drop" if theirs.tool == AXOLOTL else "cut"
+    return mapped(max_seq_length=value, overlong=usual)
 
 
 def _excess(value: Any, theirs: Theirs) -> Answer | None:
@@ -248,10 +239,6 @@ def _least_rate(value: Any, theirs: Theirs) -> Answer | None:
     return mapped(f"{value} of the peak {rate}", min_lr_ratio=ratio)
 
 
-def _constant_share(value: Any, theirs: Theirs) -> Answer | None:
-    return not_needed("it is off") if not value else None
-
-
 def _least_ratio(value: Any, theirs: Theirs) -> Answer:
     if float(value) == 1.0:
         return not_needed("a cosine that ends at its peak is lr_scheduler: constant")
@@ -274,14 +261,15 @@ def _per_epoch(theirs: Theirs, value: Any, field: str) -> Answer:
     return not_there(f"{words}; set {field} to 1/{value} of them. Without it {remedy}")
 
 
-def _evals_per_epoch(value: Any, theirs: Theirs) -> Answer:
-    if not _holds_out(theirs):
-        return not_needed("nothing is held out")
-    return _per_epoch(theirs, value, "eval_steps")
+def _number_in_epoch(field: str) -> Rule:
+    """Return the rule of a number of evaluations or checkpoints in an epoch."""
 
+    def rule(value: Any, theirs: Theirs) -> Answer:
+        if field == "eval_steps" and not _holds_out(theirs):
+            return not_needed("nothing is held out")
+        return _per_epoch(theirs, value, field)
 
-def _saves_per_epoch(value: Any, theirs: Theirs) -> Answer:
-    return _per_epoch(theirs, value, "save_steps")
+    return rule
 
 
 def _strategy(field: str) -> Rule:
@@ -336,30 +324,18 @@ def _held_out(value: Any, theirs: Theirs) -> Answer:
     return mapped(validation_split=value)
 
 
-def _patience(value: Any, theirs: Theirs) -> Answer | None:
-    if not value or not _holds_out(theirs) or theirs.get("eval_steps") is None:
-        return not_there("it needs eval_steps here; set both") if value else not_needed("it is off")
+def _patience(value: Any, theirs: Theirs) -> Answer:
+    if not value:
+        return not_needed("it is off")
+    if not _holds_out(theirs) or theirs.get("eval_steps") is None:
+        return not_there("it needs eval_steps here; set both")
     return mapped(early_stopping_patience=value)
 
 
-def _best(value: Any, theirs: Theirs) -> Answer | None:
-    if not value:
-        return mapped(keep="last") if _holds_out(theirs) else not_needed("nothing is held out")
-    return mapped(keep="best") if _holds_out(theirs) else not_needed("nothing is held out")
-
-
-def _remote_code(value: Any, theirs: Theirs) -> Answer:
-    if not value:
-        return not_needed("it is off")
-    return not_needed(
-        "a converted recipe never runs code that comes with a model; classes of transformers need "
-        "none. Who trusts it gives --trust-remote-code to train"
-    )
-
-
-def _switch_off(reason: str) -> Rule:
-    """Return the rule of settings for which nothing is needed, whatever their value."""
-    return lambda value, theirs: not_needed(reason)
+def _best(value: Any, theirs: Theirs) -> Answer:
+    if not _holds_out(theirs):
+        return not_needed("nothing is held out")
+    return mapped(keep="best" if value else "last")
 
 
 def _kind_of_training(value: Any, theirs: Theirs) -> Answer:
@@ -377,12 +353,6 @@ def _targets(value: Any, theirs: Theirs) -> Answer | None:
     return mapped(lora_target_modules=value)
 
 
-def _all_linear(value: Any, theirs: Theirs) -> Answer:
-    if value:
-        return mapped("all linear layers but the head are adapted by default", use_lora=True)
-    return not_needed("it is off")
-
-
 def _start(value: Any, theirs: Theirs) -> Answer | None:
     if isinstance(value, str) and is_init(value):
         return mapped(lora_init=value)
@@ -398,96 +368,6 @@ def _iterations_of_pissa(value: Any, theirs: Theirs) -> Answer:
 def _pissa(value: Any, theirs: Theirs) -> Answer:
     iterations = theirs.get("pissa_iter", default=16)
     return _iterations_of_pissa(iterations, theirs) if value else not_needed("it is off")
-
-
-def _eight_bits(value: Any, theirs: Theirs) -> Answer:
-    if not value:
-        return not_needed("it is off")
-    return not_there(
-        "a base in 8 bits is not part of this version; it stays in 16, and quantization: nf4 "
-        "takes 4"
-    )
-
-
-def _four_bits(value: Any, theirs: Theirs) -> Answer:
-    return mapped(quantization="nf4") if value else not_needed("it is off")
-
-
-def _data(value: Any, theirs: Theirs) -> Answer:
-    """Return the answer to data sets, whose entries are settings themselves (``conversion``)."""
-    data, beside = foreign_data.converted(data_of(theirs), SOURCE_FIELDS)
-    most = theirs.get("max_samples")
-    if most is not None:
-        data = _weighed(data, most)
-    subset = theirs.get("dataset_config") if theirs.tool == TRL else None
-    split = theirs.get("dataset_train_split") if theirs.tool == TRL else None
-    if isinstance(data, str) and (subset or split):
-        entry = {"path": data, "subset": subset, "split": split}
-        data = [{name: one for name, one in entry.items() if one is not None}]
-    return mapped(_unknown_names(theirs), data=data, **beside)
-
-
-def _unknown_names(theirs: Theirs) -> str:
-    """Return what to do about names of LLaMA-Factory's data that no index here has."""
-    data = data_of(theirs) if theirs.tool == LLAMA_FACTORY else []
-    listed = data if isinstance(data, list) else [data]
-    names = [one for one in listed if isinstance(one, str) and not exists_here(one)]
-    if not names:
-        return ""
-    return f"{', '.join(names)}: write the files that {INDEX} names so, which is not here"
-
-
-def _weighed(data: Any, most: int) -> Any:
-    """Return entries with the weight that leaves ``most`` rows of each, where they are here."""
-    if isinstance(data, str) and rows_of(data) is None:
-        return data
-    weighed: list[Any] = []
-    for entry in data if isinstance(data, list) else [data]:
-        rows = rows_of(entry)
-        if rows is None or rows <= most:
-            weighed.append(entry)
-        else:
-            fields = entry if isinstance(entry, dict) else {"path": entry}
-            weighed.append({**fields, "weight": most / rows})
-    return weighed
-
-
-def _held_out_data(value: Any, theirs: Theirs) -> Answer:
-    listed = value
-    if theirs.tool == LLAMA_FACTORY and isinstance(value, str):
-        listed = factory_data.entries(value, theirs)
-    data, _ = foreign_data.converted(listed, SOURCE_FIELDS)
-    return mapped(validation_data=data)
-
-
-def _pretraining_data(value: Any, theirs: Theirs) -> Answer:
-    data, _ = foreign_data.converted(value, SOURCE_FIELDS)
-    return mapped(data=data, objective="pretraining")
-
-
-def _of_the_data(value: Any, theirs: Theirs) -> Answer:
-    return not_needed("it stands in the entry of data")
-
-
-def _test_split(value: Any, theirs: Theirs) -> Answer | None:
-    if theirs.get("eval_strategy", default="no") == "no":
-        return not_needed("nothing is evaluated: eval_strategy is off")
-    name = theirs.get("dataset_name")
-    return mapped(validation_data=[{"path": name, "split": value}])
-
-
-def _most_rows(value: Any, theirs: Theirs) -> Answer:
-    data = data_of(theirs)
-    counts = [rows_of(entry) for entry in (data if isinstance(data, list) else [data])]
-    if None not in counts:
-        said = ", ".join(str(count) for count in counts)
-        return mapped(
-            f"{value} of {said} rows as a weight of data", data=_data(data, theirs).fields["data"]
-        )
-    return not_there(
-        f"{value} rows of each data set: a weight of data takes a share here; set weight to "
-        f"{value} over its number of rows"
-    )
 
 
 def _assistant_only(value: Any, theirs: Theirs) -> Answer:
@@ -533,9 +413,13 @@ def _rewards(value: Any, theirs: Theirs) -> Answer:
     weights = weights if isinstance(weights, list) else [weights]
     entries: list[str] = []
     for number, name in enumerate(names):
-        module, dot, function = str(name).rpartition(".")
-        ours = f"{module}:{function}" if dot and "/" not in str(name) else str(name)
-        entries.append(f"{ours}={weights[number]:g}" if number < len(weights) else ours)
+        ours = str(name)
+        module, _, function = ours.rpartition(".")
+        if module and "/" not in ours:
+            ours = f"{module}:{function}"
+        if number < len(weights):
+            ours = f"{ours}={weights[number]:g}"
+        entries.append(ours)
     return mapped("a function is module:function, its weight behind it", rewards=entries)
 
 
@@ -555,10 +439,6 @@ def _scale(value: Any, theirs: Theirs) -> Answer:
     names = {"true": "group", "false": "none"}
     word = names.get(str(value).lower(), str(value).lower())
     return Answer("mapped", {f"{theirs.objective}.scale": word})
-
-
-def _loftq(value: Any, theirs: Theirs) -> Answer:
-    return mapped("one alternation, over 4 bits", lora_init="loftq", quantization="nf4")
 
 
 def _trackers(value: Any, theirs: Theirs) -> Answer | None:
@@ -585,14 +465,6 @@ def _packing(value: Any, theirs: Theirs) -> Answer:
         "theirs attend to their neighbours in a pack, ours do not" if apart else "",
         use_sequence_packing=bool(value),
     )
-
-
-def _offloading(value: Any, theirs: Theirs) -> Answer:
-    return mapped(activation_offload=True) if value else not_needed("it is off")
-
-
-def _label_smoothing(value: Any, theirs: Theirs) -> Answer | None:
-    return not_needed("it is off") if not value else None
 
 
 def _name_of_block(value: Any, theirs: Theirs) -> Answer | None:
@@ -627,9 +499,9 @@ RULES: dict[str, Rule] = {
     "eta_min": _least_rate,
     "min_lr": _least_rate,
     "cosine_min_lr_ratio": _least_ratio,
-    "cosine_constant_lr_ratio": _constant_share,
-    "evals_per_epoch": _evals_per_epoch,
-    "saves_per_epoch": _saves_per_epoch,
+    "cosine_constant_lr_ratio": off_or(None),
+    "evals_per_epoch": _number_in_epoch("eval_steps"),
+    "saves_per_epoch": _number_in_epoch("save_steps"),
     "eval_strategy": _strategy("eval_steps"),
     "evaluation_strategy": _strategy("eval_steps"),
     "save_strategy": _strategy("save_steps"),
@@ -639,32 +511,33 @@ RULES: dict[str, Rule] = {
     "val_size": _held_out,
     "early_stopping_patience": _patience,
     "load_best_model_at_end": _best,
-    "trust_remote_code": _remote_code,
-    "tf32": _switch_off("mixed_precision says what products are in, and fp32 uses no TF32"),
-    "resume_from_checkpoint": _switch_off("--resume goes on with a run"),
-    "auto_resume_from_checkpoints": _switch_off("--resume goes on with a run"),
+    "trust_remote_code": off_or(
+        not_needed(
+            "a converted recipe never runs code that comes with a model; classes of transformers "
+            "need none. Who trusts it gives --trust-remote-code to train"
+        )
+    ),
+    "tf32": always(not_needed("mixed_precision says what products are in, and fp32 uses no TF32")),
+    "resume_from_checkpoint": always(not_needed("--resume goes on with a run")),
+    "auto_resume_from_checkpoints": always(not_needed("--resume goes on with a run")),
     "finetuning_type": _kind_of_training,
     "lora_target_modules": _targets,
     "lora_target": _targets,
     "target_modules": _targets,
-    "lora_target_linear": _all_linear,
+    "lora_target_linear": off_or(
+        mapped("all linear layers but the head are adapted by default", use_lora=True)
+    ),
     "init_lora_weights": _start,
     "pissa_init": _pissa,
     "pissa_iter": _iterations_of_pissa,
-    "load_in_8bit": _eight_bits,
-    "load_in_4bit": _four_bits,
+    "load_in_8bit": off_or(
+        not_there(
+            "a base in 8 bits is not part of this version; it stays in 16, and quantization: nf4 "
+            "takes 4"
+        )
+    ),
+    "load_in_4bit": off_or(mapped(quantization="nf4")),
     "lora_dropout": _dropout,
-    "datasets": _data,
-    "dataset": _data,
-    "dataset_name": _data,
-    "train_dataset": _data,
-    "pretraining_dataset": _pretraining_data,
-    "test_datasets": _held_out_data,
-    "eval_dataset": _held_out_data,
-    "dataset_config": _of_the_data,
-    "dataset_train_split": _of_the_data,
-    "dataset_test_split": _test_split,
-    "max_samples": _most_rows,
     "assistant_only_loss": _assistant_only,
     "completion_only_loss": _completion_only,
     "disable_dropout": _dropout_off,
@@ -672,18 +545,21 @@ RULES: dict[str, Rule] = {
     "sequence_parallel_degree": _context,
     "cp_size": _context,
     "reward_funcs": _rewards,
-    "reward_weights": _switch_off("it stands behind each of rewards"),
+    "reward_weights": always(not_needed("it stands behind each of rewards")),
     "data_seed": _seed_of_data,
     "mask_truncated_completions": _truncated,
     "scale_rewards": _scale,
-    "loftq_config": _loftq,
+    "loftq_config": always(
+        mapped("one alternation, over 4 bits", lora_init="loftq", quantization="nf4")
+    ),
     "report_to": _trackers,
     "bf16": _bf16,
     "packing": _packing,
     "sample_packing": _packing,
     "neat_packing": _packing,
-    "activation_offloading": _offloading,
-    "label_smoothing": _label_smoothing,
+    "activation_offloading": off_or(mapped(activation_offload=True)),
+    "label_smoothing": off_or(None),
     "name": _name_of_block,
+    **DATA_RULES,
 }
 """Rules by the name of the setting."""

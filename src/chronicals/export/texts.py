@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from chronicals.export.proof import Proof
 from chronicals.generation import Engine, Request, why_not_served
+from chronicals.log_once import log_once
 from chronicals.models import input_device
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,10 @@ def greedy_texts(model: Any, documents: Sequence[list[int]]) -> list[GreedyText]
     prompts = [ids for ids in documents if ids][:PROMPTS]
     reason = why_not_served(model, max(map(len, prompts)) + NEW_TOKENS)
     if reason:
-        _say_once(type(model).__name__, reason)
+        log_once(
+            logger.info,
+            f"greedy text of {type(model).__name__} comes from transformers' generate: {reason}",
+        )
         return [_by_transformers(model, ids) for ids in prompts]
     answers = Engine(model).generate([Request(ids, NEW_TOKENS) for ids in prompts])
     return [GreedyText(one.tokens, one.full_log_probabilities) for (one,) in answers]
@@ -72,12 +75,6 @@ def _by_transformers(model: Any, prompt: list[int]) -> GreedyText:
     tokens = out.sequences[0, len(prompt) :].tolist()
     of_tokens = [x[0].float().log_softmax(-1)[token] for x, token in zip(out.logits, tokens)]
     return GreedyText(tokens, [float(x) for x in of_tokens])
-
-
-@cache
-def _say_once(name: str, reason: str) -> None:
-    """Log once for each class and reason, by the cache."""
-    logger.info("greedy text of %s comes from transformers' generate: %s", name, reason)
 
 
 def prove_texts(

@@ -152,7 +152,9 @@ class Call:
         """Take steps until all answers have ended, or until a time of ``time.monotonic``."""
         while self.is_unfinished:
             if end is not None and time.monotonic() >= end:
-                self._read_last(each)
+                look, self._unread = self._unread, None
+                if look is not None:
+                    self._read(look, each)
                 if self.have_begun:
                     self.stop("time")
                     break
@@ -184,12 +186,6 @@ class Call:
             self._read(look, each)
         elif not chunks and self._unread is None:
             schedule.evict_youngest()
-
-    def _read_last(self, each: Callable[[int, int, list[int]], None] | None) -> None:
-        """Read what has been drawn so far."""
-        look, self._unread = self._unread, None
-        if look is not None:
-            self._read(look, each)
 
     def _copy_pages(self) -> None:
         """Copy shared pages to which an answer will write."""

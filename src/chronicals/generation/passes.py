@@ -30,7 +30,7 @@ from chronicals.attention import attend_pages, document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
 from chronicals.kernels.paged_attention import SharedPages
 from chronicals.models import attention_seam
-from chronicals.models.attention_seam import PASS, Attention, Scores, Seam
+from chronicals.models.attention_seam import PASS, Scores, SoleAttention
 
 _ATTENTION = "chronicals_pages"
 """Name in transformers' table of attention functions; no mask function has it, so none is made."""
@@ -97,19 +97,8 @@ def _over_pages(
 AttentionInterface.register(_ATTENTION, _over_pages)
 
 
-class OverPages(Seam):
-    """A seam whose attention runs over pages; no masks are made."""
-
-    def attend(self, name: str, own: Attention) -> Attention:
-        """Return attention over pages, whatever function the configuration names."""
-        return _over_pages
-
-    def name(self, name: str) -> str:
-        """Return the name of attention over pages, by which no mask is made."""
-        return _ATTENTION
-
-
-OVER_PAGES = OverPages("pages")
+OVER_PAGES = SoleAttention("pages", _over_pages, _ATTENTION)
+"""A seam whose attention runs over pages."""
 
 
 class Latents:

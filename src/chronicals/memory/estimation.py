@@ -142,6 +142,7 @@ def _in_tiles(whole: Estimate, shape: ModelShape, step: StepShape, tiles: LayerT
         kept={NOTHING: kept, LAYERS: kept},
         working={NOTHING: kept + working, LAYERS: working},  # with the layer's own input
         window={},
+        result=step.tokens * elements.of_result * step.element,
     )
 
 

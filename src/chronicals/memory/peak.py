@@ -53,6 +53,7 @@ WORKSPACES = "workspaces of products"
 PADDING = "padding of weights for adapters"
 OTHERS = "gathered weights, and buffers of policies"
 OFFLOADED = "offloaded activations"
+RESULTS_AWAY = "results of attention"
 UPDATE = "copies of the largest weight in its update"
 """Names of the parts of a moment."""
 
@@ -179,6 +180,9 @@ class Estimate:
         without_graphs: True if CUDA graphs were permitted, and these are the bytes without them.
         moved_inputs: of layers that run in tiles, number of those whose inputs are in host memory;
             None where inputs are not offloaded.
+        result: of a layer that runs in tiles, bytes that attention gives for the backward pass.
+        kept_results: number of layers whose results are in host memory; the others compute them
+            again.
     """
 
     fixed: int
@@ -198,6 +202,8 @@ class Estimate:
     pooled: bool = False
     without_graphs: bool = False
     moved_inputs: int | None = None
+    result: int = 0
+    kept_results: int = 0
 
     def moving_inputs(self, most: int) -> Estimate:
         """Return the estimate with as few inputs of layers in host memory as fit the card needs.
@@ -342,7 +348,8 @@ class Estimate:
         sum. Inputs of layers that run in tiles are in one memory without gaps.
         """
         if self.moved_inputs:
-            return {**self.away, OFFLOADED: self.moved_inputs * self.kept[LAYERS]}
+            results = {RESULTS_AWAY: self.kept_results * self.result} if self.kept_results else {}
+            return {**self.away, OFFLOADED: self.moved_inputs * self.kept[LAYERS], **results}
         if not self.window:
             return dict(self.away)
         whole = self.layers if cheap == LAYERS else again

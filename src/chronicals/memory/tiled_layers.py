@@ -54,11 +54,14 @@ class TiledElements:
         of_token: for each token, without those of a tile or of a group.
         of_group: for each token, of a group of heads.
         of_row: for each row of a tile.
+        of_result: for each token, what attention gives and FlashAttention's values of rows; counted
+            in ``of_token``.
     """
 
     of_token: int
     of_group: int
     of_row: int
+    of_result: int
 
     @classmethod
     def of(
@@ -93,6 +96,7 @@ class TiledElements:
             of_token=2 * shape.width + 3 * queries + 2 * keys + gathered + of_heads,
             of_group=int((5 * queries + 2 * keys + gathered) * share) + of_heads,
             of_row=5 * shape.inner + 5 * shape.width + queries + columns,
+            of_result=queries + of_heads,
         )
 
     def bytes(self, tokens: int, tiles: LayerTiles, element: int) -> int:

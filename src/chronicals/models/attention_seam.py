@@ -93,6 +93,28 @@ class Seam:
         return name
 
 
+@dataclass(frozen=True)
+class SoleAttention(Seam):
+    """A seam that has one attention function for all names, and no masks made.
+
+    Attributes:
+        attention: the function.
+        key: its name in transformers' table of attention functions, which the table of mask
+            functions does not have.
+    """
+
+    attention: Attention
+    key: str
+
+    def attend(self, name: str, own: Attention) -> Attention:
+        """Return ``attention``, whatever function the configuration names."""
+        return self.attention
+
+    def name(self, name: str) -> str:
+        """Return ``key``, by which no mask is made."""
+        return self.key
+
+
 _NOTHING = Seam("nothing")
 
 
@@ -270,7 +292,10 @@ def _attribute(module: nn.Module, slot: str) -> str:
 
     It is ``_old_forward`` for the forward of a module under accelerate's hook.
     """
-    return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
+    own = vars(module)
+    if slot == "forward" and HOOK in own and HOOKED in own:
+        return HOOKED
+    return slot
 
 
 def _is_ours(module: nn.Module, attribute: str, installed: InstalledSeams) -> bool:

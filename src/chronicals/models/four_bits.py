@@ -8,9 +8,9 @@ tensors of a file that it is made of.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
 from chronicals.models.base_format import BaseFormat
-from chronicals.models.preparing import prepare
 from chronicals.models.rows import SHARING_RANKS
 from chronicals.quantization import (
     FourBits,
@@ -34,9 +33,6 @@ from chronicals.quantization.bitsandbytes import has_foreign_layers, packed_desc
 from chronicals.quantization.experts import can_be_packed
 
 logger = logging.getLogger(__name__)
-
-_METHOD = "chronicals_nf4"
-"""``quant_method`` of the quantiser in transformers' registry."""
 
 WATCHED = "_chronicals_watched_quantising"
 """Attribute of a model: the ``Watch`` that saw its weights while they were quantised."""
@@ -90,7 +86,12 @@ def has_packed_layers(model: nn.Module) -> bool:
     return next(packed_layers(model), None) is not None
 
 
-def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | None = None) -> int:
+def quantise_layers(
+    model: Any,
+    watch: Watch | None = None,
+    form: BaseFormat | None = None,
+    device: torch.device | None = None,
+) -> int:
     """Quantise the linear layers and stacked experts of the decoder layers in place.
 
     The format is NF4 unless ``form`` says otherwise. Layers are quantised one after the other.
@@ -99,6 +100,8 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
         model: a causal language model without adapters on its experts.
         watch: called with each weight of a linear layer; also stored on the model.
         form: the layers to quantise instead, and their formats.
+        device: where codes and scales are computed, before they go to the device of the weight; by
+            default that device. The mean of nested scales has other bits on another device.
 
     Returns:
         The number of linear layers that were quantised.
@@ -107,7 +110,7 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
         ValueError: no layer can be quantised and none is in 4 bits already, or experts have
             adapters.
     """
-    layers = _named_layers(model, form)
+    layers = named_layers(model, form)
     experts = stacked_experts(model, form)
     _check_bare(experts)
     if form is None and not layers and not has_4bit_layers(model):
@@ -115,25 +118,36 @@ def quantise_layers(model: Any, watch: Watch | None = None, form: BaseFormat | N
     for path, layer in layers.items():
         weight = layer.weight.detach()
         matrix = weight.t() if type(layer).__name__ == TRANSPOSED else weight
-        quantised = _kind_of(path, form).quantise(matrix).to(weight.dtype)
+        kind = kind_of_layer(path, form)
+        quantised = _quantised_on(device, kind, matrix).to(weight.dtype)
         if watch is not None:
             watch(path, matrix, quantised)
         setattr(model, QUANTISED_FROM, weight.dtype)
         model.set_submodule(path, quantised.layer(layer.bias).train(layer.training))
     if experts:
-        quantise_experts(model, form)
+        quantise_experts(model, form, device)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
-    _report(model)
+    report_quantised(model)
     return len(layers)
 
 
-def quantise_experts(model: Any, form: BaseFormat | None = None) -> int:
+def _quantised_on(device: torch.device | None, kind: FourBits, matrix: Tensor) -> PackedWeight:
+    """Return a matrix quantised on ``device``, and kept where the matrix is."""
+    if device is None or matrix.is_meta:
+        return kind.quantise(matrix)
+    return kind.quantise(matrix.to(device)).moved(matrix.device)
+
+
+def quantise_experts(
+    model: Any, form: BaseFormat | None = None, device: torch.device | None = None
+) -> int:
     """Quantise only the stacked experts of the decoder layers, in place, and freeze them.
 
     Args:
         model: a causal language model without adapters on its experts.
         form: the experts to quantise, and their formats; by default all, to NF4.
+        device: as of ``quantise_layers``.
 
     Returns:
         The number of modules that were quantised.
@@ -149,11 +163,12 @@ def quantise_experts(model: Any, form: BaseFormat | None = None) -> int:
     _check_bare(found)
     for path, module in found.items():
         setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
-        model.set_submodule(path, PackedExperts.of(module, _kind_of(path, form).quantise))
+        quantise = partial(_quantised_on, device, kind_of_layer(path, form))
+        model.set_submodule(path, PackedExperts.of(module, quantise))
     return len(found)
 
 
-def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
+def named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
     """Return the layers to quantise by path: those that ``form`` names, else the usual ones."""
     if form is None or form.layers is None:
         return dict(linear_layers(model))
@@ -165,7 +180,8 @@ def _named_layers(model: Any, form: BaseFormat | None) -> dict[str, Any]:
     }
 
 
-def _kind_of(path: str, form: BaseFormat | None) -> FourBits:
+def kind_of_layer(path: str, form: BaseFormat | None) -> FourBits:
+    """Return the format of a layer or of experts: what ``form`` says of the path, else NF4."""
     return (None if form is None else form.kind_of(path)) or FourBits()
 
 
@@ -207,11 +223,9 @@ def quantising_while_reading(
         take: replaces each linear layer; nothing is quantised then.
         form: the layers to quantise instead, and their formats.
     """
-    configuration = _classes()()
-    configuration.watch = watch
-    configuration.take = take
-    configuration.form = form
-    return configuration
+    from chronicals.models.reading_quantiser import Configuration  # it imports quantisers
+
+    return Configuration(watch, take, form)
 
 
 def count_values(model: nn.Module) -> int:
@@ -244,7 +258,8 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
     }
 
 
-def _report(model: Any) -> None:
+def report_quantised(model: Any) -> None:
+    """Log what was quantised, and which experts were not."""
     modules = [module for _, module in packed_modules(model) if module.recipe is not None]
     layers = sum(1 for _, layer in packed_layers(model) if layer.recipe is not None)
     experts = len(modules) - layers
@@ -270,186 +285,6 @@ def _report(model: Any) -> None:
             "weights and biases alone: %s",
             ", ".join(sorted(left)),
         )
-
-
-@functools.cache
-def _classes() -> Any:
-    """Register the quantiser below with transformers and return its configuration class."""
-    from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers import HfQuantizer
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    @register_quantization_config(_METHOD)
-    class Configuration(QuantizationConfigMixin):
-        def __init__(self, **_: Any):
-            self.quant_method = _METHOD  # type: ignore[assignment]
-
-    class Quantise(ConversionOps):
-        def __init__(self, left: set[str], stacks: _Stacks, asked: Any):
-            self.left = left
-            self.stacks = stacks
-            self.asked = asked
-
-        def convert(
-            self, input_dict: dict[str, Any], model: Any = None, **_: Any
-        ) -> dict[str, Tensor]:
-            ((name, value),) = input_dict.items()
-            self.left.discard(name)
-            weight = value[0] if isinstance(value, list) else value
-            if name in self.stacks.names:
-                return {name: self.stacks.take(model, name, weight)}
-            path = name.removesuffix(".weight")
-            linear = model.get_submodule(path)
-            # A weight of the wrong shape stays as it is; the loader reports it.
-            if weight.shape != linear.weight.shape:
-                return {name: weight}
-            if self.asked.take is not None:
-                layer: Any = self.asked.take(linear, weight)
-            else:
-                place = torch.device("cuda") if torch.cuda.is_available() else weight.device
-                kind = _kind_of(path, self.asked.form)
-                packed = kind.quantise(weight.to(place)).to(weight.dtype)
-                if self.asked.watch is not None:
-                    self.asked.watch(path, weight.to(place), packed)
-                layer = packed.layer(linear.bias).to(weight.device)
-            layer._is_hf_initialized = True
-            model.set_submodule(path, layer)
-            return {name: layer.weight}
-
-    @register_quantizer(_METHOD)
-    class Quantiser(HfQuantizer):
-        left: set[str]
-        stacks: _Stacks
-
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-            prepare(model)
-            form = self.quantization_config.form
-            named = _named_layers(model, form)
-            self.left = {
-                f"{path}.weight"
-                for path, layer in named.items()
-                if type(layer).__name__ != TRANSPOSED
-            }
-            if not self.left and form is None:
-                raise ValueError(NO_LAYERS.format(type(model).__name__))
-            takes_layers = self.quantization_config.take is not None
-            experts = {} if takes_layers else stacked_experts(model, form)
-            self.stacks = _Stacks(experts, form)
-            self.left |= self.stacks.names
-            return model
-
-        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-            return param_name in self.left
-
-        def get_quantize_ops(self) -> Any:
-            return Quantise(self.left, self.stacks, self.quantization_config)
-
-        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-            if self.quantization_config.watch is not None:
-                setattr(model, WATCHED, self.quantization_config.watch)
-            if (
-                self.quantization_config.take is None
-                and self.quantization_config.form != BaseFormat()
-            ):
-                setattr(model, QUANTISED_FROM, model.dtype)
-            # remove_quantization_config deletes the conversions, which saving needs to restore
-            # the names in the files.
-            conversions = getattr(model, "_weight_conversions", None)
-            self.remove_quantization_config(model)
-            model._weight_conversions = conversions
-            vars(model).pop("is_quantized", None)
-            for module in (module for module in model.modules() if hasattr(module, "config")):
-                vars(module.config).pop("_is_quantized", None)
-            # Not every loader reports a weight of another shape.
-            for path, layer in linear_layers(model).items():
-                there = tuple(layer.weight.shape)
-                here = layer.out_features, layer.in_features
-                if there != here:
-                    raise ValueError(
-                        f"{path}.weight ({list(there)} there, {list(here)} here): of another shape "
-                        "than config.json says"
-                    )
-            self.stacks.settle(model)
-            if (
-                self.quantization_config.take is None
-                and self.quantization_config.form != BaseFormat()
-            ):
-                _report(model)
-            return model
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return True
-
-    return Configuration
-
-
-class _Stacks:
-    """The stacked experts of a model while it is read.
-
-    Args:
-        experts: modules by path.
-        form: their formats; NF4 by default.
-
-    Attributes:
-        names: names of their stacked weights in the model.
-    """
-
-    def __init__(self, experts: Mapping[str, nn.Module], form: BaseFormat | None = None):
-        self.form = form
-        self.shapes = {
-            path: {
-                name: tuple(p.shape)
-                for name, p in module.named_parameters(recurse=False)
-                if p.ndim == 3
-            }
-            for path, module in experts.items()
-        }
-        self.names = {f"{path}.{name}" for path, shapes in self.shapes.items() for name in shapes}
-        self._packed: dict[str, dict[str, PackedWeight]] = {path: {} for path in experts}
-
-    def take(self, model: Any, name: str, stack: Tensor) -> Tensor:
-        """Quantise a stack that was read, on the GPU if there is one, and return its codes.
-
-        A stack of the wrong shape is returned unchanged; the loader reports it.
-        """
-        path, _, own = name.rpartition(".")
-        if tuple(stack.shape) != self.shapes[path][own]:
-            return stack
-        quantise = _kind_of(path, self.form).quantise
-        on_device = stack.to("cuda") if torch.cuda.is_available() else stack
-        packed = quantise(on_device.reshape(-1, stack.shape[-1]))
-        packed = packed.moved(stack.device).to(stack.dtype)
-        self._packed[path][own] = packed
-        model.get_submodule(path).register_parameter(
-            own, nn.Parameter(packed.codes, requires_grad=False)
-        )
-        return packed.codes
-
-    def settle(self, model: Any) -> None:
-        """Install packed experts in place of the modules whose stacks were quantised.
-
-        Raises:
-            ValueError: a stack in the files has another shape. transformers below 5.21 does not
-                report it.
-        """
-        for path, packed in self._packed.items():
-            for own in self.shapes[path].keys() - packed.keys():
-                there = tuple(model.get_submodule(path).get_parameter(own).shape)
-                here = self.shapes[path][own]
-                if there != here:
-                    raise ValueError(
-                        f"{path}.{own} ({list(there)} there, {list(here)} here): of another shape "
-                        "than config.json says"
-                    )
-            if packed.keys() == self.shapes[path].keys():
-                model.set_submodule(
-                    path, PackedExperts(model.get_submodule(path), packed, self.shapes[path])
-                )
 
 
 __all__ = ["describe_packed", "packed_description"]

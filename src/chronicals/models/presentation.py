@@ -22,7 +22,6 @@ from transformers.modeling_utils import AttentionInterface
 from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.batch import Batch, SharedKeys, SplitDocuments
 from chronicals.models import attention_seam, one_by_one
-from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.linear import Head, read_head
 from chronicals.models.one_by_one import DOCUMENTS
 from chronicals.models.routed_experts import (
@@ -118,19 +117,8 @@ def _documents_only(
 AttentionInterface.register(_ATTENTION, _documents_only)
 
 
-class OverDocuments(Seam):
-    """A seam whose attention takes document bounds; no masks are made."""
-
-    def attend(self, name: str, own: Attention) -> Attention:
-        """Return document attention, whatever function the configuration names."""
-        return _documents_only
-
-    def name(self, name: str) -> str:
-        """Return the name of document attention, by which no mask is made."""
-        return _ATTENTION
-
-
-OVER_DOCUMENTS = OverDocuments("documents_only")
+OVER_DOCUMENTS = attention_seam.SoleAttention("documents_only", _documents_only, _ATTENTION)
+"""A seam whose attention takes document bounds."""
 
 
 @dataclass

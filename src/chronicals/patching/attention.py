@@ -347,19 +347,21 @@ def _is_supported(
 ) -> bool:
     """Return whether ``document_attention`` computes what ``implementation`` does of these."""
     causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    ignored_by_sdpa = ("softcap", "s_aux") if implementation == "sdpa" else ()
-    unsupported = ("output_attentions", "position_bias", "head_mask", *ignored_by_sdpa)
-    return (
-        bool(causal)
-        and not options.get("dropout")
-        and all(options.get(name) is None or options[name] is False for name in unsupported)
-        and key.shape[:-1] == value.shape[:-1]
-        and value.shape[-1] <= key.shape[-1]
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[2:] == key.shape[2:]
-        and not getattr(getattr(module, "config", None), "output_attentions", False)
-    )
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if not causal or options.get("dropout"):
+        return False
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return False
+    unsupported = ["output_attentions", "position_bias", "head_mask"]
+    if implementation == "sdpa":  # which ignores them
+        unsupported += ["softcap", "s_aux"]
+    for name in unsupported:
+        if options.get(name) is not None and options[name] is not False:
+            return False
+    same_dtype = query.dtype == key.dtype == value.dtype
+    same_rows = key.shape[:-1] == value.shape[:-1] and query.shape[2:] == key.shape[2:]
+    return same_dtype and same_rows and value.shape[-1] <= key.shape[-1]
 
 
 @dataclass(frozen=True)

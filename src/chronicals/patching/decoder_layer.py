@@ -10,6 +10,7 @@ families; that a half computes what the class computes is proved on a twin. A ha
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +25,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.kernels.launch import with_padding
+from chronicals.log_once import log_once
 from chronicals.memory import draws_numbers
 from chronicals.models.attention_seam import PASS, Scores
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
-from chronicals.patching.fused_weights import GroupProduct, Unmerged, say_once
+from chronicals.patching.fused_weights import GroupProduct, Unmerged
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.halves import (
     OUTPUT_PROJECTION,
@@ -49,6 +51,8 @@ from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.rotary import LAID
 from chronicals.patching.tiled_layer import TILES_LAYER, run_in_tiles
 from chronicals.quantization import LayerProduct, PackedProduct, packed_layers, packed_weight
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """True if transformers recomputes a layer around its forward.
@@ -291,6 +295,20 @@ def run_layer(
     return _run(anatomy, layer, class_forward, hidden_states, *args, **inputs)
 
 
+def _why_in_parts(layer: Any, hidden_states: Tensor, inputs: Mapping[str, Any]) -> str | None:
+    """Return why a call cannot run with fused halves; None if it can."""
+    for name in (*CACHES, "attention_mask"):
+        if inputs.get(name) is not None:
+            return f"it was given {name}"
+    if len(hidden_states) != 1:
+        return "its input is not one row"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "it runs under autocast"
+    if layer.training and _has_dropout(layer):
+        return "it has dropout"
+    return None
+
+
 def _run(
     anatomy: Anatomy,
     layer: Any,
@@ -305,18 +323,9 @@ def _run(
     if args or not (is_packed or over_pages):
         return class_forward(layer, hidden_states, *args, **inputs)
     in_tiles = getattr(layer, TILES_LAYER, False) and not over_pages
-    reason = ""
-    given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
-    if given:
-        reason = f"it was given {given[0]}"
-    elif len(hidden_states) != 1:
-        reason = "its input is not one row"
-    elif torch.is_autocast_enabled(hidden_states.device.type):
-        reason = "it runs under autocast"
-    elif layer.training and _has_dropout(layer):
-        reason = "it has dropout"
-    if reason:
-        say_once(f"{type(layer).__name__} runs part by part: {reason}")
+    reason = _why_in_parts(layer, hidden_states, inputs)
+    if reason is not None:
+        log_once(logger.warning, f"{type(layer).__name__} runs part by part: {reason}")
         run = partial(class_forward, layer, **inputs)
         return _recomputed(layer, run, hidden_states) if in_tiles else run(hidden_states)
     halves: list[Any] = []
@@ -326,7 +335,7 @@ def _run(
     dtype = hidden_states.dtype if residual is None else None
     for half in halves_of(anatomy, layer, dtype, over_pages, has_tables):
         if isinstance(half, Unmerged):
-            say_once(f"a half of {type(layer).__name__} runs part by part: {half}")
+            log_once(logger.warning, f"a half of {type(layer).__name__} runs part by part: {half}")
             halves.append(None)
         else:
             halves.append(half)

@@ -10,6 +10,7 @@ weights of a dtype that no product takes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from chronicals.kernels.expert_glu import GATE_ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.streamed_experts import Adapter
+from chronicals.log_once import log_once
 from chronicals.lora.stacked_experts import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.moe.offload.module import source_of
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.fp8_experts import IN_FP8
-from chronicals.patching.fused_weights import say_once
 from chronicals.patching.gated_mlps import Uncalled
 from chronicals.quantization import FP8Experts
 from chronicals.quantization.experts import TAKES_STACKS, as_class
+
+logger = logging.getLogger(__name__)
 
 FUSED_EXPERTS = "fused experts"
 
@@ -256,7 +259,8 @@ def _warn_of_another_implementation(module: Any) -> None:
         and (then, now) != ("grouped_mm", "batched_mm")
         and not torch.compiler.is_compiling()
     ):
-        say_once(
+        log_once(
+            logger.warning,
             f"experts_implementation={now!r}: set after patch_model and without effect on "
-            f"{type(module).__name__}, which runs as {FUSED_EXPERTS}; call unpatch_model first"
+            f"{type(module).__name__}, which runs as {FUSED_EXPERTS}; call unpatch_model first",
         )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.fp8 import Amax
 from chronicals.kernels.linear_head import Adapter
+from chronicals.log_once import log_once
 from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import MergedWeights, ProductFormat, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
@@ -49,9 +50,6 @@ DEVICES = "_chronicals_devices"
 
 Those are in it whose weights are in host memory.
 """
-
-SAID: set[str] = set()
-"""Warnings that were given already; empty it to be told again."""
 
 
 class Unmerged(ValueError):
@@ -146,7 +144,7 @@ class Group:
         merged = self.merged
         reason = merged.base.why_not(len(x))
         if reason:
-            say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
+            log_once(logger.warning, f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
         return merged_linear(
             x,
@@ -246,8 +244,10 @@ def _merged(
     ):
         return merged
     if merged is not None and not stays_in_place:
-        say_once(
-            f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are fused anew"
+        log_once(
+            logger.warning,
+            f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are fused "
+            "anew",
         )
     device = vars(owner).get(DEVICES, {}).get(names)
     with torch.no_grad():
@@ -390,10 +390,3 @@ def row_norms(model: nn.Module) -> Iterator[RowNorms]:
     for owner in model.modules():
         for merged in vars(owner).get(MERGED, {}).values():
             yield merged.norms
-
-
-def say_once(message: str) -> None:
-    """Log a warning the first time that it is given."""
-    if message not in SAID:
-        SAID.add(message)
-        logger.warning(message)

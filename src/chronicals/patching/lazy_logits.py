@@ -13,6 +13,7 @@ smaller than the weight, they are computed instead.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,44 +25,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from chronicals.patching.fused_weights import say_once
-from chronicals.patching.lazy_mask import METADATA_FUNCTIONS
+from chronicals.log_once import log_once
+from chronicals.patching.lazy_mask import metadata_readers
 
-_ATTRIBUTES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "requires_grad",
-    "is_cuda",
-    "layout",
-    "is_sparse",
-    "is_quantized",
-    "grad_fn",
-    "is_leaf",
-    "grad",
-    "retains_grad",
-    "output_nr",
-    "_version",
-    "_base",
-)
-_METHODS = (
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "get_device",
-    "__len__",
-    "register_hook",
-    "retain_grad",
-    "_is_view",
-    "is_inference",
-)
-_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
-    (getattr(Tensor, name) for name in _METHODS), METADATA_FUNCTIONS
+logger = logging.getLogger(__name__)
+
+_WITHOUT_VALUES = metadata_readers(
+    ("is_quantized", "grad", "retains_grad", "output_nr", "_version", "_base"),
+    ("is_contiguous", "register_hook", "retain_grad", "_is_view", "is_inference"),
 )
 """Functions that read the metadata of logits, or their place in the graph, and no values."""
 
@@ -299,10 +270,11 @@ def _keep_before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if changed & {id(promise.weight), id(promise.bias)}
     ]
     if any([promise.keep(changed, copy) for promise in concerned]):
-        say_once(
+        log_once(
+            logger.warning,
             "the output of a patched model is still held when its optimizer steps, so a copy of "
             "its head's weights is kept, or its logits where they are smaller: let go of it "
-            "before (del outputs) where nobody reads them afterwards"
+            "before (del outputs) where nobody reads them afterwards",
         )
 
 
@@ -471,16 +443,19 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 def _step(func: Any, args: tuple, kwargs: dict) -> tuple | None:
     """Return the step that a call amounts to: () if it changes nothing, None if no step is."""
-    number = args[1] if len(args) == 2 and type(args[1]) in (int, float) and not kwargs else None
-    cast = CASTS.get(func)
-    if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
-        cast = args[1]
-    if cast is not None and not kwargs:
-        return () if args[0].dtype == cast else ("type", cast)
-    if number is not None and func in MULTIPLY:
-        return "scale", float(number)
-    if number is not None and func in DIVIDE:
-        return "scale", 1.0 / number
-    if func in TANH and len(args) == 1 and not kwargs:
+    if func is Tensor.contiguous and len(args) == 1:
+        return ()
+    if kwargs:
+        return None
+    operand = args[1] if len(args) == 2 else None
+    if func in CASTS or (func is Tensor.to and isinstance(operand, torch.dtype)):
+        dtype = CASTS.get(func, operand)
+        return () if args[0].dtype == dtype else ("type", dtype)
+    if type(operand) is int or type(operand) is float:
+        if func in MULTIPLY:
+            return "scale", float(operand)
+        if func in DIVIDE:
+            return "scale", 1.0 / operand
+    if func in TANH and len(args) == 1:
         return ("tanh",)
-    return () if func is Tensor.contiguous and len(args) == 1 else None
+    return None

@@ -7,7 +7,7 @@ would have made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-_ATTRIBUTES = (
+_METADATA_ATTRIBUTES = (
     "shape",
     "dtype",
     "device",
@@ -27,7 +27,7 @@ _ATTRIBUTES = (
     "grad_fn",
     "is_leaf",
 )
-_METHODS = (
+_METADATA_METHODS = (
     "size",
     "dim",
     "numel",
@@ -37,16 +37,30 @@ _METHODS = (
     "get_device",
     "__len__",
 )
-METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
+"""Names in ``Tensor`` that read its metadata, and no values."""
+
+_METADATA_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
 """Functions that read metadata and are other objects than the methods of these names.
 
 FSDP2 calls them to find what to cast.
 """
 
-_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}.union(
-    (getattr(Tensor, name) for name in _METHODS), METADATA_FUNCTIONS
-)
-"""Functions that read the metadata of a mask and no values."""
+
+def metadata_readers(attributes: Iterable[str] = (), methods: Iterable[str] = ()) -> set[Any]:
+    """Return the functions of ``__torch_function__`` that read metadata of a tensor.
+
+    Args:
+        attributes: names of further attributes of ``Tensor``.
+        methods: names of further methods.
+    """
+    return {
+        *(getattr(Tensor, name).__get__ for name in (*_METADATA_ATTRIBUTES, *attributes)),
+        *(getattr(Tensor, name) for name in (*_METADATA_METHODS, *methods)),
+        *_METADATA_FUNCTIONS,
+    }
+
+
+_WITHOUT_VALUES = metadata_readers()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ outputs) is the model's own. ``.logits`` of the result are computed when somebod
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -20,8 +21,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from chronicals.batch import IGNORED
 from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.linear_cross_entropy import mean_of
-from chronicals.patching.fused_weights import say_once
+from chronicals.log_once import log_once
 from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
+
+logger = logging.getLogger(__name__)
 
 LOSS_PART = "loss"
 """Name of the loss in the report and in a plan."""
@@ -67,9 +70,10 @@ class LossSeam:
                 "show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
             )
         if kwargs.get(TRL_ARGUMENT):
-            say_once(
+            log_once(
+                logger.warning,
                 "TRL computes the loss by a fused head of its own: linear_cross_entropy is not "
-                "used, the other kernels are"
+                "used, the other kernels are",
             )
         self.active = (
             any(kwargs.get(name) is not None for name in LABELS)

@@ -6,7 +6,7 @@ Bekman et al., 2025), attention on a few key heads with their queries at a time.
 input. The backward pass is, for the gradient dy of the output:
 
     q, k, v = heads(x)                           by tiles
-    a = attend(q, k, v)                          by groups of heads, whose graphs are kept
+    a = attend(q, k, v)                          by groups of heads, or fetched from host memory
     dr, da = gradients of outputs(x, a) at dy    by tiles; r is the residual, x
     dq, dk, dv = gradients of a at da            by groups; each group is freed then
     dx = gradient of heads(x) at dq, dk, dv, dr  by tiles
@@ -26,45 +26,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge
 
 from chronicals.kernels.dropped_products import RepeatedSeeds
 from chronicals.kernels.launch import differentiable_once, with_padding
 from chronicals.memory import heads_at_a_time, recomputation, rows_of_tile, tiles_of
+from chronicals.memory.attention_results import RESULTS, AttentionResults
+from chronicals.patching.attention_groups import (
+    AttentionAgain,
+    GroupAttention,
+    HeadGroup,
+    KeptAttention,
+)
 from chronicals.patching.halves import AttentionHalf, GradientRequest, MLPHalf, PackedTokens
 
 TILES_LAYER = "_chronicals_tiles_layer"
 """Attribute of a layer that runs in tiles as a whole."""
-
-
-class HeadGroup(NamedTuple):
-    """Queries, keys and values of some heads, ``[T, ..., W]``, or their gradients.
-
-    Attributes:
-        heads: which of the query heads they are.
-        key_heads: which of the key heads.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: slice
-    key_heads: slice
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        return self.q, self.k, self.v
-
-    def write(self, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the group's share of the heads of some rows."""
-        self.q[rows] = q[:, self.heads]
-        self.k[rows] = k[:, self.key_heads]
-        self.v[rows] = v[:, self.key_heads]
 
 
 @dataclass(frozen=True)
@@ -76,6 +58,8 @@ class TiledLayer:
         mlp: the MLP half.
         tokens: positions of the rows, and how they attend.
         tile: rows of a tile.
+        results: host memory that keeps what attention gives for the backward pass; None to compute
+            it again.
         seeds: of the adapters' dropout, the same in each pass.
     """
 
@@ -83,16 +67,21 @@ class TiledLayer:
     mlp: MLPHalf
     tokens: PackedTokens
     tile: int
+    results: AttentionResults | None = None
     seeds: RepeatedSeeds = field(default_factory=RepeatedSeeds)
+
+    @cached_property
+    def groups(self) -> GroupAttention:
+        """How groups of heads attend."""
+        if self.results is None:
+            return AttentionAgain(self._attend)
+        return KeptAttention(self._attend, self.results)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, ``[T, D]``, for its input x."""
         y = torch.empty_like(x)
         with self._weights_made_once():
-            groups = self._heads(x)
-            attended = []
-            while groups:
-                attended.append(self._attend(groups.pop(0)).detach())
+            attended = self.groups.forward(self._heads(x))
             for rows in tiles_of(len(x), self.tile):
                 y[rows] = self._outputs(rows, x[rows], self._rows_of(attended, rows))
         return y
@@ -110,17 +99,16 @@ class TiledLayer:
         """
         sums = GradientSums(trained)
         with self._weights_made_once(), recomputation():
-            groups = self._heads(x)
-            attended = [self._attend(group) for group in groups]
-            dr, gradients = self._output_gradients(x, dy, attended, sums)
+            self.groups.backward_begins()
+            attended = self.groups.attended(self._heads(x))
+            dr, gradients = self._output_gradients(x, dy, [group.value for group in attended], sums)
             if not needs_x and not self._trains_heads():
                 return None, sums.totals
             of_heads: list[HeadGroup] = []
-            while groups:
+            while attended:
                 # what a group holds is freed before the next one allocates
-                group = groups.pop(0)
-                dq, dk, dv = sums.add([attended.pop(0)], [gradients.pop(0)], group.tensors)
-                of_heads.append(HeadGroup(dq, dk, dv, group.heads, group.key_heads))
+                group = attended.pop(0)
+                of_heads.append(group.gradients(gradients.pop(0), sums.of))
                 del group
             self._input_gradients(x, of_heads, dr, needs_x, sums)
         return (dr if needs_x else None), sums.totals
@@ -177,18 +165,12 @@ class TiledLayer:
         return groups
 
     def _attend(self, group: HeadGroup) -> Tensor:
-        """Return what attention gives for a group, ``[T, n, W]``.
-
-        There is a graph in the forward pass, too, which nobody keeps: with it the backend is that
-        of the recomputation. What it saves stays on the card, whatever hooks the caller has for
-        saved tensors. A tensor that such hooks return as it is would keep its own graph alive.
-        """
-        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
-            return self.attention.attend(*group.tensors, self.tokens, group.heads, padding=0)
+        """Return what attention gives for a group, ``[T, n, W]``."""
+        return self.attention.attend(*group.tensors, self.tokens, group.heads, padding=0)
 
     def _rows_of(self, attended: Sequence[Tensor], rows: slice) -> Tensor:
         """Return what attention gave for some rows, ``[n, H W]``, with room for an adapter."""
-        pieces = [part.detach()[rows].flatten(1) for part in attended]
+        pieces = [part[rows].flatten(1) for part in attended]
         width = sum(piece.shape[1] for piece in pieces)
         room = with_padding(pieces[0], (len(pieces[0]), width), self.attention.last.padding)
         for place, piece in zip(room.split([piece.shape[1] for piece in pieces], 1), pieces):
@@ -274,6 +256,17 @@ class GradientSums:
         self.trained = list(trained)
         self.totals: list[Tensor | None] = [None] * len(self.trained)
 
+    def of(
+        self, output: Tensor | GradientEdge, gradient: Tensor, inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Add the gradients of the parameters at an output, and return those of ``inputs``.
+
+        An output that is given by its edge can be differentiated again.
+        """
+        if isinstance(output, Tensor):
+            return self._add([output], [gradient], inputs)
+        return self._add([output], [gradient], inputs, again=True)
+
     def add(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
@@ -282,12 +275,22 @@ class GradientSums:
         Outputs without a graph, such as values where norms of queries alone are trained, are left
         out.
         """
-        of_inputs = len(inputs)
         pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
+        return self._add([y for y, _ in pairs], [dy for _, dy in pairs], inputs)
+
+    def _add(
+        self,
+        outputs: Sequence[Tensor] | Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        again: bool = False,
+    ) -> list[Tensor]:
+        of_inputs = len(inputs)
         found = torch.autograd.grad(
-            [y for y, _ in pairs],
+            outputs,
             (*inputs, *self.trained),
-            [dy for _, dy in pairs],
+            gradients,
+            retain_graph=again,
             allow_unused=True,
         )
         for place, gradient in enumerate(found[of_inputs:]):
@@ -300,10 +303,6 @@ class GradientSums:
             else:
                 total.add_(gradient)
         return list(found[:of_inputs])
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _TiledLayer(torch.autograd.Function):
@@ -340,5 +339,7 @@ def run_in_tiles(
     mlp.tiles = False  # the tiles of the layer are those of its MLP
     trained = [p for p in layer.parameters() if p.requires_grad]
     tile = rows_of_tile(mlp.last.merged.base.width)
-    out: Tensor = _TiledLayer.apply(x, TiledLayer(attention, mlp, tokens, tile), *trained)
+    results = getattr(layer, RESULTS, None) if torch.is_grad_enabled() else None
+    made = TiledLayer(attention, mlp, tokens, tile, results)
+    out: Tensor = _TiledLayer.apply(x, made, *trained)
     return out

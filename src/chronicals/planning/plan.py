@@ -213,19 +213,7 @@ def plan(
         raise ConfigurationError(
             f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}"
         )
-    facts = Facts(
-        config,
-        model,
-        gpus,
-        context,
-        here=machines.cards,
-        total=machines.memory,
-        frozen_models=frozen or {},
-        backend=expected_backend(config, machines.rates.backend),
-        alike=documents.fill_packs(config.max_seq_length),
-    )
-    facts = replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
-    facts, sharding = settle_sharding(facts)
+    facts, sharding = settle_sharding(_facts_of(model, config, gpus, machines, frozen, documents))
     settled = None
     if config.fit != "off":
         settled = fit_settings(
@@ -242,14 +230,14 @@ def plan(
     sent = traffic(model, config, gpus, frees, again, machines.cards, stay)
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     work = work_of(facts, frees, fitted, ModelSizes.of(model), documents)
+    time = None
     if machines.flops is None:
         time = work.at(machines.rates)
         computing = time.seconds
     else:
-        time = None
-        flops = _flops_a_token(model, config, again / max(memory.layers, 1))
-        beside = work.micro_batches * sum(each.flops for each in work.forwards)
-        computing = (tokens // context * flops + beside) / machines.flops
+        flops = tokens // context * _flops_a_token(model, config, again / max(memory.layers, 1))
+        flops += work.micro_batches * sum(each.flops for each in work.forwards)
+        computing = flops / machines.flops
     if config.sharding == DIVIDE_WEIGHTS and gpus > 1:
         exposed, hidden = _exposed_divided(model, config, gpus, machines, stay, sent, computing)
     else:
@@ -260,24 +248,47 @@ def plan(
     slowed = MEETING_SECONDS + hidden / machines.link if gpus > 1 else 0.0
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     return Plan(
-        gpus,
-        fitted.held,
-        fitted.held <= machines.memory,
-        config.sharding,
-        again,
-        stay,
-        frees,
-        sent,
-        tokens * gpus // context,
-        computing,
-        exposed + sent.attention / machines.rate(context),
-        slowed,
-        space_of(facts, fitted),
-        {"total": count_values(model), "trained": trained},
-        time,
-        {} if settled is None else settled.taken.settings,
-        [] if settled is None else _words_of(settled),
+        gpus=gpus,
+        held=fitted.held,
+        fits=fitted.held <= machines.memory,
+        sharding=config.sharding,
+        recomputed=again,
+        stay=stay,
+        in_backward=frees,
+        sent=sent,
+        tokens=tokens * gpus // context,
+        computing=computing,
+        exposed=exposed + sent.attention / machines.rate(context),
+        slowed=slowed,
+        space=space_of(facts, fitted),
+        parameters={"total": count_values(model), "trained": trained},
+        time=time,
+        settings={} if settled is None else settled.taken.settings,
+        words=[] if settled is None else _words_of(settled),
     )
+
+
+def _facts_of(
+    model: Any,
+    config: ChronicalsConfig,
+    gpus: int,
+    machines: Machines,
+    frozen: Mapping[str, Held] | None,
+    documents: Documents,
+) -> Facts:
+    """Return the facts of a run, with the sharding that it would choose; arguments of ``plan``."""
+    facts = Facts(
+        config,
+        model,
+        gpus,
+        config.context_parallel,
+        here=machines.cards,
+        total=machines.memory,
+        frozen_models=frozen or {},
+        backend=expected_backend(config, machines.rates.backend),
+        alike=documents.fill_packs(config.max_seq_length),
+    )
+    return replace(facts, config=config.fitted(sharding=choose_sharding(facts)))
 
 
 def _words_of(settled: Settled) -> list[str]:
@@ -345,11 +356,10 @@ def _exposed_divided(
         backward += sent.reduce_scatter
     else:  # adapters are summed and gathered after the backward pass, without overlap
         afterwards += (sent.all_gather - forward - backward + sent.reduce_scatter) / far
-    passes = (forward, (1 - _BACKWARD) * computing), (backward, _BACKWARD * computing)
-    hidden = sum(min(size, seconds * near) for size, seconds in passes)
-    return (forward + backward - hidden) / near + (
-        summed - beside
-    ) / far + afterwards, hidden + beside
+    hidden = min(forward, (1 - _BACKWARD) * computing * near)
+    hidden += min(backward, _BACKWARD * computing * near)
+    exposed = (forward + backward - hidden) / near + (summed - beside) / far + afterwards
+    return exposed, hidden + beside
 
 
 def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from chronicals.config import ChronicalsConfig
 from chronicals.memory import LAYERS, ActivationOffload, InputOffload, decoder_layers
+from chronicals.memory.attention_results import AttentionResults
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
 from chronicals.policies.needed_memory import GIB
 from chronicals.policies.policy import (
@@ -55,21 +56,41 @@ class OffloadActivations(Policy):
             return Decision(self.name, False, "the inputs of all layers fit the card")
         size = count * memory.kept[LAYERS] / GIB
         words = f"{decision.reason}: inputs of {count} of {memory.layers} layers, {size:.2f} GiB"
-        return replace(decision, reason=words, layers=count)
+        results = memory.kept_results
+        if results:
+            size = results * memory.result / GIB
+            words += f", and attention's results of {results}, {size:.2f} GiB"
+        return replace(decision, reason=words, layers=count, results=results)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the copies of what a forward pass keeps, as far as it moves."""
-        moved = work.kept
-        if work.memory.moved_inputs is not None:
-            moved = work.memory.moved_inputs * work.memory.kept[LAYERS]
-        return replace(work, offloaded=work.offloaded + moved)
+        """Return ``work`` with the copies of what a forward pass keeps, as far as it moves.
+
+        Attention whose results are among them is not computed again.
+        """
+        memory = work.memory
+        if memory.moved_inputs is None:
+            return replace(work, offloaded=work.offloaded + work.kept)
+        moved = memory.moved_inputs * memory.kept[LAYERS] + memory.kept_results * memory.result
+        spared = memory.kept_results / memory.layers * work.forward.scores
+        backward = replace(work.backward, scores=work.backward.scores - spared)
+        return replace(work, offloaded=work.offloaded + moved, backward=backward)
 
     def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
-        """Return the context that moves saved tensors of the decoder, or inputs of some layers."""
+        """Return the context that moves saved tensors of the decoder, or inputs of some layers.
+
+        Beside inputs, results of attention are kept as far as was decided.
+        """
         decoder = model.get_decoder()
         if not decision.layers:
             return ActivationOffload(decoder)
-        return InputOffload(decoder, spread(decoder_layers(model), decision.layers))
+        layers = decoder_layers(model)
+        inputs = InputOffload(decoder, spread(layers, decision.layers))
+        if not decision.results:
+            return inputs
+        around = ExitStack()
+        around.enter_context(inputs)
+        around.enter_context(AttentionResults(decoder, spread(layers, decision.results)))
+        return around
 
     def addition(self, running: Running) -> Decision | None:
         """Return the offload, if nothing was set about it and it can run beside what runs."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from chronicals.attention import BACKENDS, FLASH
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.memory_entries import ALIASES, RECOMPUTE
 from chronicals.kernels import adamw, adamw_8bit
@@ -47,7 +48,9 @@ LENGTH_STEP = 256
 GIB = 2**30
 
 HOST_SHARE = 0.9
-"""Share of the host's free memory that inputs of layers may take; the system needs the rest."""
+"""Share of the host's free memory that inputs of layers and results of attention may take; the system
+needs the rest.
+"""
 
 WORKSPACE_BYTES = 32 << 20
 """Bytes of a workspace on Hopper: 4096 · 8 KiB (``parseChosenWorkspaceSize`` of torch's CUDABlas)."""
@@ -109,20 +112,15 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
     return names | {"reduce_in_backward"} if frees else names
 
 
-def _estimated(facts: Facts, frees: bool) -> Estimate:
-    """Return the estimate of a run with all policies that it asks for."""
+def _step_shape(facts: Facts) -> StepShape:
+    """Return the shape of a step of a run without policies."""
     config = facts.config
-    element = facts.element
-    count = sum(p.numel() for p in facts.trained)
-    accumulates = config.gradient_accumulation_steps > 1
-    # Trained bf16 weights leave the lower half of an fp32 master to the optimizer's states.
-    splits = config.mixed_precision == "bf16" and not config.use_lora
     # FlashAttention 4 leaves room for an adapter's columns behind what it returns.
     copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
-    step = StepShape(
+    return StepShape(
         tokens=config.batch_size * config.max_seq_length,
         fused=facts.fuses_halves,
-        element=element,
+        element=facts.element,
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_halves and copies,
@@ -132,14 +130,28 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
         on_host=host_layers(facts.model) if facts.on_host else None,
     )
-    load = MemoryLoad(
-        step=step,
-        frozen=Dense.bytes_a_value(element),
+
+
+def _plain_load(facts: Facts) -> MemoryLoad:
+    """Return what a run without policies holds, which policies change one after the other."""
+    config = facts.config
+    count = sum(p.numel() for p in facts.trained)
+    accumulates = config.gradient_accumulation_steps > 1
+    # Trained bf16 weights leave the lower half of an fp32 master to the optimizer's states.
+    splits = config.mixed_precision == "bf16" and not config.use_lora
+    return MemoryLoad(
+        step=_step_shape(facts),
+        frozen=Dense.bytes_a_value(facts.element),
         weight=2 if splits else 4,
         states=full_state_bytes(config, count) / max(count, 1),
         gradient=4 if accumulates or facts.ranks > 1 or not splits else 2,
         gradients_stay=accumulates,
     )
+
+
+def _estimated(facts: Facts, frees: bool) -> Estimate:
+    """Return the estimate of a run with all policies that it asks for."""
+    load = _plain_load(facts)
     names = asked_for(facts, frees)
     for policy in sorted(policies(), key=lambda policy: policy.shares):
         if policy.name in names:
@@ -177,24 +189,44 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
     for name, held in facts.frozen_models.items():
         memory = memory.beside(f"{name}, frozen", held.size)
     if load.step.layer_tiles is not None and load.step.offloads:
-        memory = memory.moving_inputs(most_inputs_away(facts, memory))
+        memory = memory.moving_inputs(layers_away(facts, memory, memory.kept[LAYERS]))
+        # A plan does not know the host, and counts on no room for what only saves time.
+        if memory.moved_inputs and not facts.planned and keeps_results(facts, load.step):
+            count = layers_away(facts, memory, memory.result)
+            memory = replace(memory, kept_results=count)
     return memory
 
 
-def most_inputs_away(facts: Facts, memory: Estimate) -> int:
-    """Return the number of layers whose inputs fit the host's free memory, at most all.
+def layers_away(facts: Facts, memory: Estimate, each: int) -> int:
+    """Return the number of layers of which the host's free memory holds something more, at most all.
 
     A plan does not know the host of its cards: there all do.
 
     Args:
         facts: of the run.
         memory: estimate of a run whose layers run in tiles.
+        each: bytes of a layer.
     """
     free = None if facts.planned else available_memory()
     if free is None:
         return memory.layers
-    room = int(HOST_SHARE * free) - sum(memory.away.values())
-    return min(memory.layers, max(room, 0) // max(memory.kept[LAYERS], 1))
+    taken = memory.in_host_memory(LAYERS) if memory.moved_inputs else memory.away
+    room = int(HOST_SHARE * free) - sum(taken.values())
+    return min(memory.layers, max(room, 0) // max(each, 1))
+
+
+def keeps_results(facts: Facts, step: StepShape) -> bool:
+    """Return whether layers in tiles keep what attention gives, where there is host memory for it.
+
+    That is little beside what the backward pass computes again, if the backend saves nothing else:
+    FlashAttention does so for heads of a width that is not padded, and keys that are not gathered.
+    """
+    if facts.backend not in FLASH or step.gathers_keys or facts.context > 1:
+        return False
+    support = BACKENDS[facts.backend].support("cuda")
+    shape = ModelShape.of(facts.model.config)
+    head_dim = shape.head_dim or shape.width // (shape.heads or 1)
+    return support is not None and head_dim % support.multiple == 0
 
 
 def cache_room(fillable: int, peak: int, held: int) -> int:

@@ -42,6 +42,7 @@ class Decision:
         matters: True if the log names the policy even if it does not run.
         among: for sharding, the number of processes that share one copy of what is divided.
         stay: for sharding, the number of the last layers that stay gathered between their passes.
+        results: for offload, the number of layers whose attention's results are in host memory.
     """
 
     field: str
@@ -52,6 +53,7 @@ class Decision:
     matters: bool = False
     among: int = 1
     stay: int = 0
+    results: int = 0
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"

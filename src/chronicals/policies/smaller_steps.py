@@ -38,10 +38,14 @@ def in_smaller_batches(
     """
     config = facts.config
     packs = config.batch_size * config.gradient_accumulation_steps
+    running = [POLICIES[name] for name, decision in decisions.items() if decision.runs]
     possible = []
     for size in range(config.batch_size - 1, 0, -1):
+        if packs % size:
+            continue
         smaller = config.fitted(batch_size=size, gradient_accumulation_steps=packs // size)
-        if packs % size == 0 and _policies_run(replace(facts, config=smaller), decisions):
+        changed = replace(facts, config=smaller)
+        if all(policy.why_not(changed) is None for policy in running):
             possible.append(smaller)
     excess = 1.0
     if facts.total:
@@ -55,12 +59,6 @@ def in_smaller_batches(
         if fits:
             return smaller
     return possible[-1] if possible else None
-
-
-def _policies_run(facts: Facts, decisions: Mapping[str, Decision]) -> bool:
-    """Return whether all policies that run can run on these facts, too."""
-    running = [POLICIES[name] for name, decision in decisions.items() if decision.runs]
-    return all(policy.why_not(facts) is None for policy in running)
 
 
 def saved_in_words(

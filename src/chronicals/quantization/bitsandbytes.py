@@ -20,13 +20,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.nf4 import BLOCK_SIZES, CODE_VALUES, Scales, code_of
+from chronicals.log_once import log_once
 from chronicals.quantization.nf4 import FourBits, Linear4bit, Packed
 from chronicals.quantization.packed_linear import packed_weight
 
@@ -327,7 +327,11 @@ def shared(layer: Any) -> Linear4bit:
     vars(ours).update({hooks: vars(layer)[hooks] for hooks in HOOKS})
 
     if layer.compute_dtype not in (None, dtype):
-        _say_dtype(layer.compute_dtype, dtype)
+        log_once(
+            logger.warning,
+            f"bnb_4bit_compute_dtype={layer.compute_dtype}: fused layers multiply in {dtype}, "
+            "which the weights were quantized from; layers that are not fused do as it says",
+        )
     vars(layer)[_SHARED] = _Shared(ours, layer.weight.quant_state, _places(layer))
     return ours
 
@@ -341,16 +345,6 @@ def _places(layer: Any) -> tuple[int | None, ...]:
         state.absmax.data_ptr(),
         None if bias is None else id(bias),
         getattr(bias, "_version", None),
-    )
-
-
-@cache
-def _say_dtype(asked: torch.dtype, dtype: torch.dtype) -> None:
-    logger.warning(
-        "bnb_4bit_compute_dtype=%s: fused layers multiply in %s, which the weights were quantized "
-        "from; layers that are not fused do as it says",
-        asked,
-        dtype,
     )
 
 

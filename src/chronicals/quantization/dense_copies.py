@@ -10,8 +10,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 
+from chronicals.log_once import log_once
 from chronicals.quantization.packed import PackedWeight
 from chronicals.quantization.packed_linear import PackedLinear
 
@@ -100,19 +100,17 @@ def _weights(products: Sequence[PackedProduct]) -> int:
     return sum(len(product.weights) for product in products)
 
 
-@cache
 def _say_how_many(copied: int, weights: int, taken: int) -> None:
-    """Log once, by the cache, how many weights have a copy."""
+    """Log how many weights have a copy, once for each number of them."""
     if copied:
-        logger.info(
-            "%d of %d packed weights have a dense copy while answers are generated (%.2f GiB)",
-            copied,
-            weights,
-            taken / 2**30,
+        log_once(
+            logger.info,
+            f"{copied} of {weights} packed weights have a dense copy while answers are generated "
+            f"({taken / 2**30:.2f} GiB)",
         )
     else:
-        logger.info(
-            "no memory is spare for dense copies, with which answers would be faster: %d packed "
-            "weights are dequantised in each step",
-            weights,
+        log_once(
+            logger.info,
+            "no memory is spare for dense copies, with which answers would be faster: "
+            f"{weights} packed weights are dequantised in each step",
         )

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import (
     LoRAConfig,
@@ -144,8 +146,15 @@ def watcher(config: ChronicalsConfig) -> LoftQ | None:
     )
 
 
-def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
+def quantise_as_asked(
+    model: Any, config: ChronicalsConfig, device: torch.device | None = None
+) -> None:
     """Quantise a model that was loaded in 16 or 32 bits, if ``config`` asks for 4 bits.
+
+    Args:
+        model: the model; its weights stay on their device.
+        config: configuration of the run.
+        device: where they are quantised; by default their own.
 
     Raises:
         ConfigurationError: it has nothing to quantise, or is in blocks of GGUF.
@@ -161,7 +170,7 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
     if not has_4bit_layers(model):
         watch = None if hasattr(model, "chronicals_lora") else watcher(config)
         try:
-            quantise_layers(within_adapters(model), watch)
+            quantise_layers(within_adapters(model), watch, device=device)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
 

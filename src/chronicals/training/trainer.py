@@ -22,7 +22,7 @@ from chronicals.distributed import (
     shared_settings,
 )
 from chronicals.kernels.launch import identify_compiler
-from chronicals.memory import Moment, checkpoints_end_with_errors
+from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import check_positions, count_values, embedding_table, reach_positions
 from chronicals.objectives import build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
@@ -63,7 +63,7 @@ from chronicals.training.run.guard import (
     say_if_memory_was_other,
     saying_what_helps,
 )
-from chronicals.training.run.length import Length, fit_batch, fit_learning_rate
+from chronicals.training.run.length import check_warm_up, fit_batch, fit_learning_rate
 from chronicals.training.run.live_samples import LiveSamples
 from chronicals.training.run.loop import Loop, Stop
 from chronicals.training.run.progress import ProgressBar, heard
@@ -72,10 +72,10 @@ from chronicals.training.run.report import Samples
 from chronicals.training.run.resume import checkpoint_to_resume, holds_a_run, sole_writer
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run, TrainingResult
+from chronicals.training.run.run_steps import steps_over_stores
 from chronicals.training.run.trackers import build_trackers
 from chronicals.training.session import Session, prepared
-from chronicals.training.step.routers import keep_anchor, stored_documents
-from chronicals.training.step.training_step import rate_factor
+from chronicals.training.step.routers import keep_anchor
 from chronicals.versions import check_versions_for
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ class ChronicalsTrainer:
         self.output_dir = self.config.output_dir
         check_class(model)
         if OFFLOAD_EXPERTS.asked(self.config):
-            quantise_as_asked(model, self.config)  # records keep the format that experts have
+            # Records keep the format that experts have, with the bits that the card gives it.
+            quantise_as_asked(model, self.config, self.ranks.device)
         hold_experts_as_asked(model, self.config, self.ranks)
         self.config = with_sharding(self.config, model, self.ranks)
         self.device = one_device(
@@ -241,66 +242,68 @@ class ChronicalsTrainer:
             reports=self.output_dir,
             answer_tokens=self.objective.answer_tokens,
         )
-        if eval_store is None and self.config.eval_steps is not None:
-            raise ConfigurationError(
-                f"eval_steps={self.config.eval_steps}: nothing is held out; give eval_dataset or "
-                "validation_split"
-            )
-        if eval_store is None and self.config.keep == "best":
-            raise ConfigurationError(
-                "keep='best': nothing is held out to tell which is; give eval_dataset or "
-                "validation_split"
-            )
-        longest = max(store.longest for store in (train_store, eval_store) if store is not None)
-        longest += self.objective.answer_tokens
+        if eval_store is None:
+            _check_without_held_out(self.config)
+        stores = [store for store in (train_store, eval_store) if store is not None]
+        longest = max(store.longest for store in stores) + self.objective.answer_tokens
         reach_positions(model, longest, self.config.rope_scaling)
-        for store in (train_store, eval_store):
-            if store is not None:
-                check_dealt(store, self.objective, self.config)
+        for store in stores:
+            check_dealt(store, self.objective, self.config)
         plan = plan_epoch(train_store, self.config)
         with (
             self._rollouts(train_dataset, eval_dataset) as rollouts,
             self._fitted_to(plan, resumed, rollouts, train_store) as config,
             saying_what_helps(
-                config, self.device, self.ranks.count, self._planned, lambda: self._session
+                config,
+                self.device,
+                self.ranks.count,
+                lambda: None if self._session is None else self._session.planned,
+                lambda: self._session,
             ),
             checkpoints_end_with_errors(),
         ):
-            objective = self.objective
-            stores = [store for store in (train_store, eval_store) if store is not None]
-            train_store, *held_out = with_frozen_columns(
-                stores, objective, model, self.tokenizer, config, self.ranks
-            )
-            eval_store = held_out[0] if held_out else None
-            samples = Samples(
-                model, self.tokenizer, eval_store or train_store, config, objective, self.ranks
-            )
-            if self.ranks.writer and resumed is None:
-                samples.before()
-            teach_generation_to_stop(
-                model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining"
-            )
-            with prepared(
-                model,
-                config,
-                self.objective,
-                self.ranks,
-                resumed,
-                self.tokenizer,
-                train_store.alike,
-            ) as session:
-                for frozen in self.objective.frozen.values():
-                    check_positions(frozen.model, longest)
-                self._session = session
-                result = self._run(
-                    session, train_store, plan, eval_store, resumed, samples, rollouts
-                )
+            result = self._in_session(stores, plan, resumed, rollouts, longest)
         model.eval()
         return result
 
-    def _planned(self) -> Moment | None:
-        """Return the largest moment of a step that is expected, once that is known."""
-        return None if self._session is None else self._session.planned
+    def _in_session(
+        self,
+        stores: list[TokenStore],
+        plan: PackPlan,
+        resumed: Path | None,
+        rollouts: RolloutRun | None,
+        longest: int,
+    ) -> TrainingResult:
+        """Prepare the session of a run whose configuration fits its data, and train in it.
+
+        Args:
+            stores: what is trained, and what is evaluated on if something is.
+            plan: packs of an epoch.
+            resumed: folder of the checkpoint to go on from; None for a new run.
+            rollouts: parts of a run that draws answers; None in others.
+            longest: tokens of the longest document, with an answer to it.
+        """
+        config = self.config
+        model = self.model
+        train_store, *held_out = with_frozen_columns(
+            stores, self.objective, model, self.tokenizer, config, self.ranks
+        )
+        eval_store = held_out[0] if held_out else None
+        samples = Samples(
+            model, self.tokenizer, eval_store or train_store, config, self.objective, self.ranks
+        )
+        if self.ranks.writer and resumed is None:
+            samples.before()
+        teach_generation_to_stop(
+            model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining"
+        )
+        with prepared(
+            model, config, self.objective, self.ranks, resumed, self.tokenizer, train_store.alike
+        ) as session:
+            for frozen in self.objective.frozen.values():
+                check_positions(frozen.model, longest)
+            self._session = session
+            return self._run(session, train_store, plan, eval_store, resumed, samples, rollouts)
 
     def _make_room(self, held: ExitStack) -> None:
         """Begin the run's folder, on the first rank: an earlier run makes way, the recipe is there.
@@ -362,16 +365,6 @@ class ChronicalsTrainer:
         finally:
             self.config = original
 
-    @staticmethod
-    def _stream(
-        stream_of: Callable[..., BatchStream],
-        store: TokenStore,
-        plan: PackPlan,
-        config: ChronicalsConfig,
-    ) -> BatchStream:
-        """Return the steps of a run over a store, in the batches of a configuration."""
-        return stream_of(store, config=config, epochs=config.epochs, plan=plan)
-
     def _run(
         self,
         session: Session,
@@ -399,42 +392,18 @@ class ChronicalsTrainer:
         columns.write_or_compare(self.output_dir, resumed)
         train_store = columns.beside(train_store)
         eval_store = None if eval_store is None else columns.beside(eval_store)
-        held_out: Steps | None = None
-        made_for: Callable[[ChronicalsConfig], Steps]
         if rollouts is None:
-            made_for = partial(self._stream, stream_of, train_store, plan)
-            steps = Length.of(config, plan, self.ranks.data_count).steps
-            held_out = None if eval_store is None else in_order(eval_store)
-            documents = stored_documents(train_store)
+            steps = steps_over_stores(config, plan, train_store, eval_store, stream_of, self.ranks)
         else:
             padding = stream_of.keywords["padding_token_id"]
             drawing = partial(self._watch.limited, "drawing answers")
-            documents = rollouts.answered(session, train_store, drawing)
-            made_for = rollouts.steps(session, train_store, padding, drawing)
-            steps = rollouts.total_steps(config, train_store)
-            if eval_store is not None:
-                held_out = rollouts.held_out(session, eval_store, padding, drawing)
-        keep_anchor(session, documents, self.output_dir, resumed)
-        stream = made_for(config)
-        run = Run(steps, self.output_dir)
-        if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
-            raise ConfigurationError(
-                f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the "
-                "run: the peak would never be "
-                "reached"
-            )
-        if run.total_steps == 1 and rate_factor(config, 0, 1) == 0:
-            raise ConfigurationError(
-                "warmup_from_zero=True: the only step of the run has a learning rate of 0; "
-                "train more steps, or leave warmup_from_zero out"
-            )
+            steps = rollouts.run_steps(session, train_store, eval_store, padding, drawing)
+        keep_anchor(session, steps.documents, self.output_dir, resumed)
+        stream = steps.made_for(config)
+        run = Run(steps.total, self.output_dir)
+        check_warm_up(config, run.total_steps)
         keeps_best = eval_store is not None and config.keep != "last"
-        saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, keeps_best, self._earlier)
-        if resumed is not None:
-            saved.restore(resumed, run, session.optimizer, session.precision, stream)
-        if run.step < run.total_steps:
-            use = disk_use(model, config, run, keeps_best)
-            self.ranks.writer_does(lambda: check_disk(use, config), CheckpointError)
+        saved = self._checkpoints(session, run, keeps_best, resumed, stream)
         divided = model if session.decisions["sharding"].how == DIVIDE_WEIGHTS else None
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(
@@ -442,13 +411,13 @@ class ChronicalsTrainer:
         )
         recovery = None
         if config.fit == "auto":
-            recovery = Recovery(session, stream, made_for, self.output_dir)
+            recovery = Recovery(session, stream, steps.made_for, self.output_dir)
         live = LiveSamples(session, samples)
         loop = Loop(
             session,
             run,
             stream,
-            held_out,
+            steps.held_out,
             saved,
             callbacks,
             self._stop,
@@ -461,14 +430,68 @@ class ChronicalsTrainer:
         if resumed is None:
             self.ranks.writer_does(samples.keep, OSError)
             self.ranks.writer_does(live.begin, OSError)
+        return self._take_steps(loop, samples)
+
+    def _checkpoints(
+        self,
+        session: Session,
+        run: Run,
+        keeps_best: bool,
+        resumed: Path | None,
+        stream: Steps,
+    ) -> RunCheckpoints:
+        """Return the checkpoints of a run, which stands where ``resumed`` was written, if set."""
+        config = session.config
+        saved = RunCheckpoints(
+            self.model, self.tokenizer, config, self.ranks, keeps_best, self._earlier
+        )
+        if resumed is not None:
+            saved.restore(resumed, run, session.optimizer, session.precision, stream)
+        if run.step < run.total_steps:
+            use = disk_use(self.model, config, run, keeps_best)
+            self.ranks.writer_does(lambda: check_disk(use, config), CheckpointError)
+        return saved
+
+    def _take_steps(self, loop: Loop, samples: Samples) -> TrainingResult:
+        """Train from the step where a run stands to its end, and write what it leaves."""
+        model = self.model
+        run = loop.run
+        session = loop.session
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         run.trainable_share = trained / count_values(model)
-        with self._stop.on_signals(), callbacks.around(run):
+        with self._stop.on_signals(), loop.callbacks.around(run):
             before = peak_bytes(self.device)
-            with saved, recovery or nullcontext(), session.stepping(loop.hooks()):
+            with loop.saved, loop.recovery or nullcontext(), session.stepping(loop.hooks()):
                 loop.train()
             say_if_memory_was_other(session.planned, before, peak_bytes(self.device))
             check_that_something_was_applied(run, session.precision)
             expected = 0 if session.planned is None else session.planned.held
             answers = partial(samples.after, expected)
-            return finish(run, model, self.tokenizer, config, self.ranks, saved, about, answers)
+            return finish(
+                run,
+                model,
+                self.tokenizer,
+                loop.config,
+                self.ranks,
+                loop.saved,
+                loop.about,
+                answers,
+            )
+
+
+def _check_without_held_out(config: ChronicalsConfig) -> None:
+    """Refuse a configuration that evaluates, for a run in which nothing is held out.
+
+    Raises:
+        ConfigurationError: it evaluates, or keeps the best model of evaluations.
+    """
+    if config.eval_steps is not None:
+        raise ConfigurationError(
+            f"eval_steps={config.eval_steps}: nothing is held out; give eval_dataset or "
+            "validation_split"
+        )
+    if config.keep == "best":
+        raise ConfigurationError(
+            "keep='best': nothing is held out to tell which is; give eval_dataset or "
+            "validation_split"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chronicals.training.run.page import image, table, write_page
 from chronicals.tuning.results import results_of
 from chronicals.tuning.search import Search, importances
-from chronicals.tuning.space import Choice, Dimension
+from chronicals.tuning.space import Dimension
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
@@ -138,7 +137,7 @@ def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
     low, high = min(scores), max(scores)
     for rank, trial in enumerate(worst_first):
         heights = [
-            height(dimension, trial.params[name])
+            dimension.height(trial.params[name])
             for name, dimension in search.space.dimensions.items()
         ]
         heights.append(((trial.value or 0.0) - low) / ((high - low) or 1.0))
@@ -151,23 +150,6 @@ def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
         axis.annotate(bottom, (place, 0), (3, -9), textcoords="offset points", fontsize=7)
         axis.annotate(top, (place, 1), (3, 3), textcoords="offset points", fontsize=7)
     return _svg(figure)
-
-
-def height(dimension: Dimension, value: Any) -> float:
-    """Return where a value stands between the ends of its dimension, from 0 to 1.
-
-    The user's own value may lie outside.
-    """
-    if isinstance(dimension, Choice):
-        inside = value in dimension.values
-        return dimension.values.index(value) / (len(dimension.values) - 1) if inside else math.nan
-    if not isinstance(value, (int, float)):
-        return math.nan
-    scale = math.log if dimension.scale == "log" else float
-    if dimension.scale == "log" and value <= 0:
-        return math.nan
-    low, high = scale(dimension.low), scale(dimension.high)
-    return (scale(value) - low) / (high - low)
 
 
 def _ends(dimension: Dimension) -> tuple[str, str]:

@@ -147,7 +147,7 @@ class Search:
         inside = self.space.holds(trial.params)
         if inside:
             labels = {
-                name: _label(dimension, trial.params[name])
+                name: dimension.label(trial.params[name])
                 for name, dimension in self.space.dimensions.items()
             }
             study.enqueue_trial(labels)
@@ -190,13 +190,6 @@ class Search:
                 low_end, high_end = float(dimension.low), float(dimension.high)
                 found[name] = FloatDistribution(low_end, high_end, log=dimension.scale == "log")
         return found
-
-
-def _label(dimension: Dimension, value: Any) -> Any:
-    """Return a value of a dimension as optuna has it."""
-    if isinstance(dimension, Choice):
-        return dimension.labels[dimension.values.index(value)]
-    return value
 
 
 def _value(dimension: Dimension, label: Any) -> Any:

@@ -41,9 +41,19 @@ class Choice:
         plain = (type(None), bool, int, float, str)
         return [one if isinstance(one, plain) else json.dumps(one) for one in self.values]
 
+    def label(self, value: Any) -> Any:
+        """Return one of the values as optuna takes it."""
+        return self.labels[self.values.index(value)]
+
     def holds(self, value: Any) -> bool:
         """Return whether this is one of the values."""
         return value in self.values
+
+    def height(self, value: Any) -> float:
+        """Return where a value stands among the values, from 0 to 1; NaN if it is none of them."""
+        if value not in self.values:
+            return math.nan
+        return self.values.index(value) / (len(self.values) - 1)
 
     def to_json(self) -> list[Any]:
         """Return the dimension as a recipe has it."""
@@ -67,6 +77,21 @@ class Interval:
     def values(self) -> tuple[Any, ...]:
         """Both ends."""
         return (self.low, self.high)
+
+    def label(self, value: Any) -> Any:
+        """Return a value as optuna takes it, which is as it is."""
+        return value
+
+    def height(self, value: Any) -> float:
+        """Return where a value stands between the ends, from 0 to 1, or beyond them.
+
+        NaN for what is no number, or has no logarithm where the scale is one.
+        """
+        if not isinstance(value, (int, float)) or (self.scale == "log" and value <= 0):
+            return math.nan
+        scale = math.log if self.scale == "log" else float
+        low = scale(self.low)
+        return (scale(value) - low) / (scale(self.high) - low)
 
     def holds(self, value: Any) -> bool:
         """Return whether a value lies within."""

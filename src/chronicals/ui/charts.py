@@ -34,9 +34,11 @@ LAST = ("fill", "memory_gib", "epoch")
 
 def drawn(runs: Sequence[Metrics]) -> list[str]:
     """Return the metrics of some runs that are not zero throughout, in the order of their charts."""
-    names = dict.fromkeys(
-        name for run in runs for name, points in run.curves.items() if any(y for _, y in points)
-    )
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, points in run.curves.items():
+            if any(value for _, value in points):
+                names[name] = None
     others = [name for name in names if name not in (*FIRST, *LAST)]
     return [name for name in (*FIRST, *others, *LAST) if name in names]
 

@@ -102,7 +102,10 @@ class Job:
         """State of the job now, by its files and by its process."""
         ended = read_record(self.folder / ENDED)
         if ended is not None:
-            return _state_of(ended["code"], (self.folder / STOP).exists())
+            if ended["code"] == 0:
+                return "finished"
+            asked_to_stop = ended["code"] == INTERRUPTED or (self.folder / STOP).exists()
+            return "stopped" if asked_to_stop else "failed"
         started = read_record(self.folder / STARTED)
         if started is not None:
             # The keeper outlives the command for the moment in which it writes down the end.
@@ -149,12 +152,6 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-
-def _state_of(code: int, asked_to_stop: bool) -> State:
-    if code == 0:
-        return "finished"
-    return "stopped" if code == INTERRUPTED or asked_to_stop else "failed"
 
 
 LAST_BYTES = 1 << 16

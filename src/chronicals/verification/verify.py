@@ -33,11 +33,11 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, filler_token
 from chronicals.data.packs.packing import plan_epoch
-from chronicals.data.packs.steps import Step
+from chronicals.data.packs.steps import Step, Steps
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.memory import checkpoints_end_with_errors
 from chronicals.models import ModelShape, embedding_table, reach_positions
-from chronicals.objectives import build_objective
+from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.objectives.registry import BESIDE
 from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
@@ -151,14 +151,7 @@ def _verify(
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {_MOST}")
     require_one_process("verify")
     objective = build_objective(config)
-    why_not = objective.why_not_defined()
-    if why_not is not None:
-        raise ConfigurationError(f"objective={config.objective!r}: {why_not}")
-    if OFFLOAD_EXPERTS.asked(config):
-        raise ConfigurationError(
-            f"{OFFLOAD_EXPERTS.setting}: verify compares with weights in fp32, which experts in host "
-            "memory do not have; leave it out here (it changes no bit of a run)"
-        )
+    _check_comparable(config, objective)
     device = one_device(model, Mesh())
     config = fit_precision(config, device)
     if config.resize_embeddings:
@@ -195,12 +188,10 @@ def _verify(
         total = Length.of(config, plan).steps
     filler = filler_token(tokenizer, embedding_rows)
     if total < steps:
-        there = (
-            f"{total} steps in num_epochs={config.epochs}"
-            if config.epochs
-            else f"max_steps={total}"
-        )
-        notes.append(f"the run has {there}, not {steps}")
+        length = f"max_steps={total}"
+        if config.epochs:
+            length = f"{total} steps in num_epochs={config.epochs}"
+        notes.append(f"the run has {length}, not {steps}")
         steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
@@ -215,17 +206,33 @@ def _verify(
     arms.follow(path, objective.for_definition(tokenizer), notes)
     compared = _Comparison(path, arms, scheduled_rates(config, total), device)
     with path.stepping(), checkpoints_end_with_errors():
+        stream: Steps = stored
+        items_of: Callable[[Any], list[list[Item]]] = partial(step_items, store, stored)
         if drawn is not None:
             drawn.begin(path.session, store, filler)
-        stream = stored if drawn is None else drawn.steps
+            stream = drawn.steps
+            items_of = drawn.items
         for number, step in enumerate(stream.steps(count=steps)):
-            items = (
-                step_items(store, stored, step.began) if drawn is None else drawn.items(step.began)
-            )
-            compared.one_step(step, number, items)
+            compared.one_step(step, number, items_of(step.began))
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))
+
+
+def _check_comparable(config: ChronicalsConfig, objective: Objective) -> None:
+    """Refuse a run that cannot be computed in fp32 by the formula of its objective.
+
+    Raises:
+        ConfigurationError: the objective has no formula, or experts are in host memory.
+    """
+    why_not = objective.why_not_defined()
+    if why_not is not None:
+        raise ConfigurationError(f"objective={config.objective!r}: {why_not}")
+    if OFFLOAD_EXPERTS.asked(config):
+        raise ConfigurationError(
+            f"{OFFLOAD_EXPERTS.setting}: verify compares with weights in fp32, which experts in host "
+            "memory do not have; leave it out here (it changes no bit of a run)"
+        )
 
 
 def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, list[str]]:
@@ -276,14 +283,15 @@ class _Comparison:
         self.device = device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
-        self.gradients, self.updates, self.optimizer, self.sizes = (
-            Tally(quantity, self.modules, device)
-            for quantity in ("gradient", "update", "optimizer", "weight")
-        )
+        self.gradients = Tally("gradient", self.modules, device)
+        self.updates = Tally("update", self.modules, device)
+        self.optimizer = Tally("optimizer", self.modules, device)
+        self.sizes = Tally("weight", self.modules, device)
         self.their_gradients = Tally("gradient", self.modules, device)
         lora = hasattr(path.model, "chronicals_lora")
-        optimizers = (PlainAdamW(start, arms.config, lora) for _ in range(3))
-        self.fp32_optimizer, self.plain_optimizer, self.our_gradients = optimizers
+        self.fp32_optimizer = PlainAdamW(start, arms.config, lora)
+        self.plain_optimizer = PlainAdamW(start, arms.config, lora)
+        self.our_gradients = PlainAdamW(start, arms.config, lora)
         layers = ModelShape.of(path.model.config).layers
         self.walk = rounding_walk(layers)
         self.losses: list[tuple[float, Tensor, Tensor, int]] = []
@@ -332,16 +340,7 @@ class _Comparison:
             for tally in (self.gradients, self.updates, self.optimizer, self.sizes):
                 tally.begin_step()
             self._add(self.gradients, before, made.gradients, plain, exact)
-            for name, weight in before.items():
-                nothing = torch.zeros((), device=self.device).expand_as(weight)
-                p, f = (gradients.get(name, nothing) for gradients in (plain, exact))
-                clear = comparison.decided(f, p, self.walk)
-                after = self.path.weight(name) if name in self.path.trained else weight
-                arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
-                self.updates.add(name, *((now - weight) * clear for now in arms))
-                due = self.our_gradients.weights[name] - weight
-                self.optimizer.add(name, after - weight, due, due)
-                self.sizes.add(name, weight, weight, weight)
+            self._add_updates(before, plain, exact)
         if self.others is not None:
             self.others.load(before)
             their_losses, theirs = self.others.differentiate(packs, counts, scale)
@@ -363,6 +362,30 @@ class _Comparison:
         for name, weight in weights.items():
             nothing = torch.zeros((), device=self.device).expand_as(weight)
             tally.add(name, *(gradients.get(name, nothing) for gradients in (ours, plain, exact)))
+
+    def _add_updates(
+        self, weights: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+    ) -> None:
+        """Add the changes of the weights in one step; a missing gradient counts as zero.
+
+        Args:
+            weights: before the step.
+            plain: gradients in the run's precision.
+            exact: gradients in fp32.
+        """
+        for name, weight in weights.items():
+            nothing = torch.zeros((), device=self.device).expand_as(weight)
+            clear = comparison.decided(
+                exact.get(name, nothing), plain.get(name, nothing), self.walk
+            )
+            after = self.path.weight(name) if name in self.path.trained else weight
+            ours = after - weight
+            in_plain = self.plain_optimizer.weights[name] - weight
+            in_fp32 = self.fp32_optimizer.weights[name] - weight
+            self.updates.add(name, ours * clear, in_plain * clear, in_fp32 * clear)
+            due = self.our_gradients.weights[name] - weight
+            self.optimizer.add(name, ours, due, due)
+            self.sizes.add(name, weight, weight, weight)
 
     def verification(self, notes: list[str], facts: dict[str, Any]) -> Verification:
         """Return the result of all steps, with messages and facts of the run."""
@@ -388,25 +411,34 @@ class _Comparison:
         )
         optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
         failures = self._failures(losses, [*gradients, *updates, *optimizer])
-        if self.others is not None and beside is not None:
-            for path, off in self.others.differs.items():
-                failures.append(f"{path}: the weight of {ARM} is another, by {off:.1%}")
-            # If other libraries differ from fp32 by more than rounding, they understand this run
-            # differently.
-            wrong = comparison.wrong_losses(beside.losses)
-            if wrong:
-                failures.append(
-                    f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
-                    f"{wrong[0].fp32:.6g}"
-                )
-            exceeding = [row for row in beside.gradients if row.ratio > 1]
-            if 2 * len(exceeding) > len(beside.gradients):
-                worst = exceeding[0]
-                failures.append(
-                    f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules "
-                    f"are others; {worst.module} {worst.words}"
-                )
+        if beside is not None:
+            failures += self._failures_beside(beside)
         return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
+
+    def _failures_beside(self, beside: Beside) -> list[str]:
+        """Return in what other libraries differ from fp32 by more than rounding.
+
+        Then they understand this run differently.
+        """
+        assert self.others is not None
+        failures = [
+            f"{path}: the weight of {ARM} is another, by {off:.1%}"
+            for path, off in self.others.differs.items()
+        ]
+        wrong = comparison.wrong_losses(beside.losses)
+        if wrong:
+            failures.append(
+                f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 "
+                f"{wrong[0].fp32:.6g}"
+            )
+        exceeding = [row for row in beside.gradients if row.ratio > 1]
+        if 2 * len(exceeding) > len(beside.gradients):
+            worst = exceeding[0]
+            failures.append(
+                f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules "
+                f"are others; {worst.module} {worst.words}"
+            )
+        return failures
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
         asked = set(self.fp32.trained)

@@ -23,6 +23,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from chronicals import precompilation
 from chronicals.data.packs.machine_code import COMPILING_MODULE, source_hash
+from chronicals.log_once import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,9 @@ class _Cache(FunctionCache):
             _warn(error.strerror or type(error).__name__)
 
 
-@functools.cache
 def _warn(reason: str) -> None:
-    logger.warning(
-        "machine code is not kept, so every process compiles it anew (%s); set NUMBA_CACHE_DIR to "
-        "a folder with room for it",
-        reason,
+    log_once(
+        logger.warning,
+        f"machine code is not kept, so every process compiles it anew ({reason}); set "
+        "NUMBA_CACHE_DIR to a folder with room for it",
     )

@@ -40,6 +40,7 @@ from chronicals.data.packs.steps import Step
 from chronicals.data.packs.strategies import IN_ORDER, SPLIT, balanced_packs
 from chronicals.data.reading.gate import DataError
 from chronicals.data.reading.sources import RowSource
+from chronicals.log_once import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +69,12 @@ def filler_token(tokenizer: Any, embedding_rows: int) -> int:
     token = tokenizer.pad_token_id
     if token is None or 0 <= token < embedding_rows:
         return token or 0
-    _log_filler(tokenizer.pad_token, token, embedding_rows)
-    return 0
-
-
-@functools.cache
-def _log_filler(name: str, token: int, rows: int) -> None:
-    logger.info(
-        "padding token %r has id %d, the embedding %d rows: packs are filled with token 0 instead",
-        name,
-        token,
-        rows,
+    log_once(
+        logger.info,
+        f"padding token {tokenizer.pad_token!r} has id {token}, the embedding {embedding_rows} "
+        "rows: packs are filled with token 0 instead",
     )
+    return 0
 
 
 class PackSums:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from chronicals.log_once import log_once
+
 logger = logging.getLogger(__name__)
 
 Clean = Callable[[Any], Any]
@@ -95,7 +97,12 @@ def _cleaner_of(kind: pa.DataType, name: str, inside: bool = False) -> Clean | N
             return value
         if inside and any(inner is None for inner in value.values()):
             if name in FREE_FORM_FIELDS:
-                _log_removed_nulls(name)
+                log_once(
+                    logger.info,
+                    f"a null in {name} of columnar data (Parquet, Arrow, datasets) counts as a "
+                    f"field that is not there; where nulls are meant, write {name} as JSON text, "
+                    "or the rows as .jsonl",
+                )
             value = {field: inner for field, inner in value.items() if inner is not None}
         if not cleaners:
             return value
@@ -120,14 +127,3 @@ def _clean_map(clean: Clean, values: Any) -> Any:
     if not is_pairs and not isinstance(values, Mapping):
         return values
     return {name: clean(value) for name, value in dict(values).items()}
-
-
-@functools.cache
-def _log_removed_nulls(name: str) -> None:
-    logger.info(
-        "a null in %s of columnar data (Parquet, Arrow, datasets) counts as a field that is not "
-        "there; where nulls are meant, "
-        "write %s as JSON text, or the rows as .jsonl",
-        name,
-        name,
-    )

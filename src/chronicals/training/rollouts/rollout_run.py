@@ -28,6 +28,7 @@ from chronicals.training.rollouts.samples import SamplesFile
 from chronicals.training.rollouts.scoring import PROMPT_FIELDS, Scoring
 from chronicals.training.rollouts.token_passes import TokenPasses
 from chronicals.training.rollouts.turns import Turns
+from chronicals.training.run.run_steps import RunSteps
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -212,6 +213,34 @@ class RolloutRun:
     def total_steps(self, config: ChronicalsConfig, store: TokenStore) -> int:
         """Return the optimizer steps of the run."""
         return rollout_steps(self.objective.settings, config, len(store))
+
+    def run_steps(
+        self,
+        session: Session,
+        train_store: TokenStore,
+        eval_store: TokenStore | None,
+        padding_token_id: int,
+        limited: Callable[[], AbstractContextManager[None]],
+    ) -> RunSteps:
+        """Return what the run takes its steps from.
+
+        Args:
+            session: of the run.
+            train_store: prompts to train on.
+            eval_store: prompts to evaluate on; None for none.
+            padding_token_id: token of filler documents.
+            limited: returns a context in which ranks may wait for each other.
+        """
+        made_for = self.steps(session, train_store, padding_token_id, limited)
+        held_out = None
+        if eval_store is not None:
+            held_out = self.held_out(session, eval_store, padding_token_id, limited)
+        return RunSteps(
+            made_for,
+            total=self.total_steps(session.config, train_store),
+            held_out=held_out,
+            documents=self.answered(session, train_store, limited),
+        )
 
     def steps(
         self,

@@ -64,7 +64,9 @@ class TokenPasses:
                 moved = batch.to(self.precision.device)
                 with self.precision.autocast():
                     log_p = self.model.as_forward(partial(scores, self.model, moved))
-                found |= _of_answers(log_p.float().cpu(), batch)
+                values = log_p.float().cpu()
+                for number, places in _trained_places(batch).items():
+                    found[number] = values[places].tolist()
         with self.limited():
             told = self.ranks.gather_values([[*found], [*found.values()]])
         by_number = {number: values for keys, rows in told for number, values in zip(keys, rows)}
@@ -111,8 +113,3 @@ def _trained_places(batch: Batch) -> dict[int, Tensor]:
             part = batch.targets[bounds[place] : bounds[place + 1]]
             found[number] = bounds[place] + (part != IGNORED).nonzero()[:, 0]
     return found
-
-
-def _of_answers(log_p: Tensor, batch: Batch) -> dict[int, list[float]]:
-    """Return the values of the trained tokens of each answer in a Batch, by its number."""
-    return {number: log_p[places].tolist() for number, places in _trained_places(batch).items()}

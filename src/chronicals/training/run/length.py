@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.packs.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.objectives import OBJECTIVES
 from chronicals.training.run import checkpoint
+from chronicals.training.step.training_step import rate_factor
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,24 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) 
             "learning rate: %g, the default of objective %s for %s", rate, config.objective, trained
         )
     return config.fitted(learning_rate=rate)
+
+
+def check_warm_up(config: ChronicalsConfig, steps: int) -> None:
+    """Refuse a warm-up in which a run of so many steps would never learn at its full rate.
+
+    Raises:
+        ConfigurationError: the warm-up is longer than the run, or its first step is the only one.
+    """
+    if "warmup_steps" in config.explicit and config.warmup_steps > steps:
+        raise ConfigurationError(
+            f"warmup_steps={config.warmup_steps} exceeds the {steps} steps of the run: the peak "
+            "would never be reached"
+        )
+    if steps == 1 and rate_factor(config, 0, 1) == 0:
+        raise ConfigurationError(
+            "warmup_from_zero=True: the only step of the run has a learning rate of 0; "
+            "train more steps, or leave warmup_from_zero out"
+        )
 
 
 def fit_batch(

@@ -1,0 +1,206 @@
+"""What attention gave in a forward pass, in host memory until the backward pass needs it.
+
+A layer that is recomputed needs attention's output again. The work to compute it grows with the square
+of a document's length, its bytes with the length: at 55 GB/s an 8B's output comes back in a hundredth
+of the time that an H200 computes it in where documents have 250,000 tokens, and beside other work.
+
+A result leaves while the rest of its layer runs, and comes back when its layer asks for it. All
+ordering is by streams, without host synchronisation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.kernels.host_memory import PinnedTensors
+from chronicals.memory.offload import SMALLEST
+
+logger = logging.getLogger(__name__)
+
+RESULTS = "_chronicals_attention_results"
+"""Attribute of a layer whose results are kept: the ``AttentionResults``."""
+
+
+class CopyStreams(NamedTuple):
+    """Streams of copies to the host, and of copies from there."""
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
+
+
+class AttentionResults:
+    """Keeps the results of some layers. Usable as a context manager.
+
+    Args:
+        decoder: the decoder; when its forward pass ends, the last result has left the device.
+        layers: the layers, which store and fetch their results themselves.
+        smallest: bytes of the smallest tensor that goes to the host; ``SMALLEST`` by default.
+
+    Attributes:
+        stored: bytes that went to the host so far.
+    """
+
+    def __init__(
+        self, decoder: nn.Module, layers: Sequence[nn.Module], smallest: int | None = None
+    ):
+        self.layers = tuple(layers)
+        self.smallest = SMALLEST if smallest is None else smallest
+        self.stored = 0
+        self._free: dict[int, list[Tensor]] = {}
+        self._pinned = PinnedTensors()
+        self._streams: dict[torch.device, CopyStreams] = {}
+        self._leaving: StoredTensors | None = None
+        self._new_bytes = 0
+        self._new_seconds = 0.0
+        for layer in self.layers:
+            setattr(layer, RESULTS, self)
+        self._hook = decoder.register_forward_hook(self._pass_ended, always_call=True)
+
+    def __enter__(self) -> AttentionResults:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Let the layers compute their results again; those that are stored can still be fetched."""
+        self._hook.remove()
+        for layer in self.layers:
+            delattr(layer, RESULTS)
+        self._settle()
+        self._free = {}
+
+    def store(self, tensors: Sequence[Tensor]) -> StoredTensors:
+        """Begin to copy a layer's tensors to the host.
+
+        They stay on the device until the next layer's are stored, or the forward pass ends.
+        """
+        self._settle()
+        self._leaving = StoredTensors(self, tensors)
+        return self._leaving
+
+    def streams_of(self, device: torch.device) -> CopyStreams | None:
+        """Return the streams of copies of a card, None for another device."""
+        if device.type != "cuda":
+            return None
+        if device not in self._streams:
+            self._streams[device] = CopyStreams(
+                torch.cuda.Stream(device), torch.cuda.Stream(device)
+            )
+        return self._streams[device]
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """Return a uint8 host buffer of ``size`` bytes, pinned if the device is a card."""
+        self.stored += size
+        free = self._free.setdefault(size, [])
+        if free:
+            return free.pop()
+        if device.type != "cuda":
+            return torch.empty(size, dtype=torch.uint8)
+        began = time.monotonic()
+        buffer = self._pinned.empty((size,), torch.uint8, device)
+        self._new_bytes += size
+        self._new_seconds += time.monotonic() - began
+        return buffer
+
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
+        """Let later passes use buffers again."""
+        for buffer in buffers:
+            self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _pass_ended(self, *_: object) -> None:
+        self._settle()
+        if self._new_bytes:
+            logger.info(
+                "attention's results of %d layers: %.1f GiB of host memory were pinned in %.1f s",
+                len(self.layers),
+                self._new_bytes / 2**30,
+                self._new_seconds,
+            )
+            self._new_bytes = 0
+            self._new_seconds = 0.0
+
+    def _settle(self) -> None:
+        """Free the tensors on the device that were stored last."""
+        if self._leaving is not None:
+            self._leaving.leave()
+            self._leaving = None
+
+
+class StoredTensors:
+    """Tensors of a layer in host memory; those that are small stay on the device.
+
+    Args:
+        owner: gives buffers and streams.
+        tensors: the tensors.
+    """
+
+    def __init__(self, owner: AttentionResults, tensors: Sequence[Tensor]):
+        self._here: list[Tensor | None] = [tensor.detach().contiguous() for tensor in tensors]
+        self._hosts: dict[int, Tensor] = {}
+        self._event: torch.cuda.Event | None = None
+        self._device = tensors[0].device
+        self._streams = owner.streams_of(self._device)
+        buffers = []
+        for place, tensor in enumerate(self._here):
+            assert tensor is not None
+            if tensor.nbytes >= owner.smallest:
+                buffer = owner.take(tensor.nbytes, self._device)
+                buffers.append(buffer)
+                self._hosts[place] = buffer.view(tensor.dtype).view(tensor.shape)
+        # A buffer is used again when autograd has dropped the layer's graph.
+        weakref.finalize(self, owner.give_back, buffers).atexit = False
+        self._copy(to_host=True)
+
+    def leave(self) -> None:
+        """Free the device's copies of what is on the host, once the copies have ended."""
+        self._wait()
+        for place in self._hosts:
+            self._here[place] = None
+
+    def fetch(self) -> None:
+        """Begin to copy back what is on the host alone."""
+        missing = [place for place in self._hosts if self._here[place] is None]
+        for place in missing:
+            self._here[place] = torch.empty_like(self._hosts[place], device=self._device)
+        if missing:  # they leave all at once
+            self._copy(to_host=False)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors on the device, and keep the host's copies alone."""
+        self.fetch()
+        found = list(self._here)
+        self.leave()
+        return found  # type: ignore[return-value]
+
+    def _copy(self, to_host: bool) -> None:
+        pairs = [(self._hosts[place], self._here[place]) for place in self._hosts]
+        if self._streams is None:
+            for host, here in pairs:
+                assert here is not None
+                _put(host, here, to_host)
+            return
+        stream = self._streams.out if to_host else self._streams.back
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for host, here in pairs:
+                assert here is not None
+                _put(host, here, to_host)
+            self._event = stream.record_event()
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def _put(host: Tensor, here: Tensor, to_host: bool) -> None:
+    """Copy between a tensor on the host and one on the device."""
+    target, source = (host, here) if to_host else (here, host)
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,349 @@
+"""Attention of a layer in groups of heads, once in the forward pass and again, or not, in the backward.
+
+``AttentionAgain`` computes it again. ``KeptAttention`` keeps what it gave in host memory
+(``memory.attention_results``), and of its graph what cannot be computed from the layer's input, such as
+FlashAttention's log-sum-exp; queries, keys and values are computed again, and take the places of
+those that the graph was made with.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from chronicals.memory.attention_results import AttentionResults, StoredTensors
+
+
+class HeadGroup(NamedTuple):
+    """Queries, keys and values of some heads, ``[T, ..., W]``, or their gradients.
+
+    Attributes:
+        heads: which of the query heads they are.
+        key_heads: which of the key heads.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: slice
+    key_heads: slice
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    def write(self, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the group's share of the heads of some rows."""
+        self.q[rows] = q[:, self.heads]
+        self.k[rows] = k[:, self.key_heads]
+        self.v[rows] = v[:, self.key_heads]
+
+
+Attend = Callable[[HeadGroup], Tensor]
+"""A function that returns what attention gives for a group, ``[T, n, W]``."""
+
+Gradients = Callable[[Any, Tensor, Sequence[Tensor]], list[Tensor]]
+"""A function that returns gradients of some inputs.
+
+Its arguments are the output, a tensor or its edge in the graph, the output's gradient, and the inputs.
+"""
+
+
+class Attended(ABC):
+    """A group in the backward pass.
+
+    Attributes:
+        value: what attention gave, ``[T, n, W]``, without a graph.
+    """
+
+    value: Tensor
+
+    @abstractmethod
+    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
+        """Return the gradients of queries, keys and values, given that of ``value``."""
+
+
+class GroupAttention(ABC):
+    """How the groups of a layer attend, for one forward pass and the backward passes through it."""
+
+    @abstractmethod
+    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
+        """Return what attention gives for each group; groups leave the list as they are done."""
+
+    @abstractmethod
+    def backward_begins(self) -> None:
+        """Fetch what is not computed again; it is needed once the groups were."""
+
+    @abstractmethod
+    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
+        """Return the groups for the backward pass, given queries, keys and values again."""
+
+
+# --- computed again ---
+
+
+class AttentionAgain(GroupAttention):
+    """Attention is computed again in the backward pass.
+
+    Args:
+        attend: the function.
+    """
+
+    def __init__(self, attend: Attend):
+        self._attend = attend
+
+    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
+        """Return what attention gives for each group."""
+        found = []
+        while groups:
+            found.append(self._with_graph(groups.pop(0)).detach())
+        return found
+
+    def backward_begins(self) -> None:
+        """Fetch nothing."""
+
+    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
+        """Return the groups with the graphs of their attention."""
+        return [_AttendedAgain(group, self._with_graph(group)) for group in groups]
+
+    def _with_graph(self, group: HeadGroup) -> Tensor:
+        """Return what attention gives for a group, with its graph.
+
+        There is a graph in the forward pass, too, which nobody keeps: with it the backend is that
+        of the recomputation. What it saves stays on the card, whatever hooks the caller has for
+        saved tensors. A tensor that such hooks return as it is would keep its own graph alive.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
+            return self._attend(group)
+
+
+class _AttendedAgain(Attended):
+    def __init__(self, group: HeadGroup, output: Tensor):
+        self.value = output.detach()
+        self._group = group
+        self._output = output
+
+    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
+        dq, dk, dv = find(self._output, of_output, self._group.tensors)
+        return self._group._replace(q=dq, k=dk, v=dv)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# --- kept ---
+
+
+class KeptAttention(GroupAttention):
+    """What attention gave is kept in host memory, and so is what its graph needs.
+
+    Args:
+        attend: the function.
+        results: the host memory.
+    """
+
+    def __init__(self, attend: Attend, results: AttentionResults):
+        self._attend = attend
+        self._results = results
+        self._graphs: list[AttentionGraph] = []
+        self._stored: StoredTensors
+
+    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
+        """Return what attention gives for each group, and begin to copy that to the host."""
+        found = []
+        kept: list[Tensor] = []
+        while groups:
+            graph, value, others = AttentionGraph.of(groups.pop(0), self._attend)
+            self._graphs.append(graph)
+            found.append(value)
+            kept += [value, *others]
+        self._stored = self._results.store(kept)
+        return found
+
+    def backward_begins(self) -> None:
+        """Begin to copy the results back."""
+        self._stored.fetch()
+
+    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
+        """Return the groups with what was kept of their attention."""
+        kept = self._stored.tensors()
+        found: list[Attended] = []
+        for group, graph in zip(groups, self._graphs, strict=True):
+            value = kept.pop(0)
+            others = [kept.pop(0) for _ in range(graph.others)]
+            found.append(_AttendedBefore(group, graph, value, others))
+        return found
+
+
+class _AttendedBefore(Attended):
+    def __init__(
+        self, group: HeadGroup, graph: AttentionGraph, value: Tensor, others: list[Tensor]
+    ):
+        self.value = value
+        self._group = group
+        self._graph = graph
+        self._others = others
+
+    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
+        own = [tensor.detach() for tensor in self._group.tensors]
+        with self._graph.given(own, self.value, self._others):
+            dq, dk, dv = find(self._graph.output, of_output, self._graph.inputs)
+        return self._group._replace(q=dq, k=dk, v=dv)
+
+
+class AttentionGraph:
+    """The graph of a group's attention, without the tensors that it saved.
+
+    Attributes:
+        inputs: leaves of the shapes of queries, keys and values, by which it is differentiated.
+        output: the edge of what attention gave.
+        others: number of saved tensors that are none of queries, keys, values and output.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        output: GradientEdge,
+        saved: _SavedElsewhere,
+        others: int,
+    ):
+        self.inputs = tuple(inputs)
+        self.output = output
+        self.others = others
+        self._saved = saved
+
+    @classmethod
+    def of(cls, group: HeadGroup, attend: Attend) -> tuple[AttentionGraph, Tensor, list[Tensor]]:
+        """Attend; return the graph, what attention gives, and the other tensors that it saved."""
+        own = [tensor.detach() for tensor in group.tensors]
+        inputs = [tensor.new_zeros(()).expand(tensor.shape).requires_grad_() for tensor in own]
+        saved = _SavedElsewhere()
+        with torch.enable_grad():
+            q, k, v = _InPlaceOf.apply(*inputs, *own)
+            with saved_tensors_hooks(saved.pack, saved.unpack):
+                output = attend(group._replace(q=q, k=k, v=v))
+        value = output.detach()
+        others = saved.settle([*own, value])
+        return cls(inputs, get_gradient_edge(output), saved, len(others)), value, others
+
+    @contextmanager
+    def given(
+        self, own: Sequence[Tensor], value: Tensor, others: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Context in which the graph reads these tensors.
+
+        Args:
+            own: queries, keys and values.
+            value: what attention gave for them.
+            others: as ``of`` returned them.
+        """
+        self._saved.given = [*own, value, *others]
+        try:
+            yield
+        finally:
+            self._saved.given = []
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Values for leaves that have a shape, but no memory: three leaves, then their values."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves_and_values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.view_as(value) for value in leaves_and_values[3:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *gradients, None, None, None
+
+
+@dataclass(eq=False)
+class _Place:
+    """What a graph keeps for a tensor that it saved.
+
+    Attributes:
+        tensor: the tensor itself, until it is known where it comes from.
+        source: place of the tensor that it is a view of, among those that are given.
+        shape, stride, offset: of the view.
+    """
+
+    tensor: Tensor | None
+    source: int = -1
+    shape: torch.Size = field(default_factory=torch.Size)
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class _SavedElsewhere:
+    """Hooks for the tensors that a graph saves, which it gets again from ``given``.
+
+    The graph holds this object, which therefore must not hold the graph.
+    """
+
+    places: list[_Place] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+
+    def pack(self, tensor: Tensor) -> _Place:
+        """Note a tensor that autograd saves."""
+        place = _Place(tensor.detach())
+        self.places.append(place)
+        return place
+
+    def unpack(self, place: _Place) -> Tensor:
+        """Return the tensor."""
+        if place.tensor is not None:
+            return place.tensor
+        return self.given[place.source].as_strided(place.shape, place.stride, place.offset)
+
+    def settle(self, known: Sequence[Tensor]) -> list[Tensor]:
+        """Let go of all tensors but small ones of whole numbers, such as the bounds of documents.
+
+        Args:
+            known: tensors that will be given first.
+
+        Returns:
+            The tensors that will have to be given behind them.
+        """
+        storages = {
+            _storage_of(tensor): place for place, tensor in enumerate(known) if _is_whole(tensor)
+        }
+        others: list[Tensor] = []
+        for place in self.places:
+            tensor = place.tensor
+            assert tensor is not None
+            if not tensor.is_floating_point():
+                continue
+            storage = _storage_of(tensor)
+            if storage not in storages:
+                storages[storage] = len(known) + len(others)
+                others.append(_whole(tensor))
+            place.source = storages[storage]
+            place.shape, place.stride = tensor.shape, tensor.stride()
+            place.offset = int(tensor.storage_offset())
+            place.tensor = None
+        return others
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor is all of its memory, in order."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all elements of the memory that a tensor lies in, in one dimension."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((count,), (1,), 0)
