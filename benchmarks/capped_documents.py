@@ -43,7 +43,7 @@ FIRST_PROBE = 65536
 PUBLISHED = {8: 2972, 12: 21848, 16: 40724, 24: 78475, 48: 191728, 80: 342733}
 """Tokens that Unsloth publishes for an 8B in QLoRA r32, batch 1, by GB (unsloth.ai/blog)."""
 
-LONG_STEP = 10.0
+LONG_STEP = 20.0
 """Seconds of a step, by plan, from which one is taken, and not the fastest of three."""
 
 LEFT_FOR_LAST = 20.0

@@ -100,6 +100,15 @@ def store_of(
     return build_store(given, Tokenizer(tiny.tokenizer(), kinds=kinds), width, folder / "tokens")
 
 
+DIVISIONS = [
+    (1, 8, {"max_documents": 3}),
+    (2, 4, {"max_documents": 3}),
+    (8, 1, {"max_documents": 3}),
+    (1, 8, {}),
+]
+"""Ways to divide a step of eight pairs: packs, micro-batches, and other fields."""
+
+
 def one_step(
     folder: Path,
     given: list[dict[str, Any]],

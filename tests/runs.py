@@ -90,6 +90,20 @@ def assert_same_bits(folder: Path, whole: Path, what: str = "") -> None:
         assert equal(left[name], weight), f"{name} {what}"
 
 
+def assert_same_steps(folder: Path, whole: Path, tolerance: float) -> None:
+    """Two runs have the same steps, and losses and gradient norms that differ by rounding.
+
+    Args:
+        folder: of one run.
+        whole: of the other run.
+        tolerance: relative.
+    """
+    left = np.array(trajectory(folder))
+    right = np.array(trajectory(whole))
+    assert len(right) and left.shape == right.shape
+    assert np.allclose(left, right, rtol=tolerance, atol=0.0)
+
+
 EXACT = 2e-6
 """Relative: fp32 sums in another order."""
 

@@ -550,14 +550,20 @@ def test_a_question_in_json_brings_what_was_said_before(within, let_return, monk
 
 def test_quickstart_prints_words_as_they_are(within, let_return, tmp_path):
     from chronicals.training import quickstart
-    from chronicals.training.quickstart import Answer, Quickstart
+    from chronicals.training.quickstart import AnsweredQuestion, Quickstart
     from chronicals.training.run.evaluation import Evaluation
 
     words = " ".join(SAID.split())
     score = Evaluation(1.0, 2.7, 0.5, 10)
     result = types.SimpleNamespace(report=tmp_path / "[x] :100:", model_dir=tmp_path / "model")
     done = Quickstart(
-        3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result, None
+        3,
+        1000,
+        score,
+        score,
+        [AnsweredQuestion("what is [x]:key:?", SAID, SAID, SAID)] * 2,
+        result,
+        None,
     )
     let_return(quickstart, run_quickstart=done)
     said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout
@@ -988,12 +994,11 @@ def test_quickstart_small(tmp_path):
     assert {path.name for path in (tmp_path / "quick").iterdir()} <= WRITTEN
 
 
-def test_quickstart_of_preferences_small(within, monkeypatch, let_return, set_constants, tmp_path):
-    """After the usual road DPO on pairs of the same answers; the command prints what changed."""
+@pytest.fixture
+def small_quickstart(let_return):
+    """A quickstart of few rows and a small model, for one epoch."""
     from chronicals.training import quickstart
-    from chronicals.training.run.callbacks import read_metrics
 
-    rows = quickstart.questions_and_answers()[:90]
     size = quickstart.Size(
         64,
         layers=1,
@@ -1003,8 +1008,16 @@ def test_quickstart_of_preferences_small(within, monkeypatch, let_return, set_co
         learning_rate=3e-3,
         mixed_precision="fp32",
     )
-    let_return(quickstart, questions_and_answers=rows)
+    let_return(quickstart, questions_and_answers=quickstart.questions_and_answers()[:90])
     let_return(quickstart, default_size=size)
+
+
+@pytest.mark.usefixtures("small_quickstart")
+def test_quickstart_of_preferences_small(within, monkeypatch, set_constants, tmp_path):
+    """After the usual road DPO on pairs of the same answers; the command prints what changed."""
+    from chronicals.training import quickstart
+    from chronicals.training.run.callbacks import read_metrics
+
     set_constants(quickstart, PREFERENCE_EPOCHS=4)
     set_constants(quickstart, PREFERENCE_RATE=0.5)
     made = []
@@ -1036,23 +1049,12 @@ def test_quickstart_of_preferences_small(within, monkeypatch, let_return, set_co
 
 
 @pytest.mark.slow
-def test_quickstart_of_rewards_small(within, monkeypatch, let_return, tmp_path):
+@pytest.mark.usefixtures("small_quickstart")
+def test_quickstart_of_rewards_small(within, monkeypatch, tmp_path):
     """After the usual road GRPO on answers to the same questions; rewards of held-out ones rise."""
     from chronicals.training import quickstart
     from chronicals.training.run.callbacks import read_metrics
 
-    rows = quickstart.questions_and_answers()[:90]
-    size = quickstart.Size(
-        64,
-        layers=1,
-        vocab_size=400,
-        epochs=1,
-        batch_size=1,
-        learning_rate=3e-3,
-        mixed_precision="fp32",
-    )
-    let_return(quickstart, questions_and_answers=rows)
-    let_return(quickstart, default_size=size)
     made = []
     run = quickstart.run_rewards
     few = {"steps": 4}

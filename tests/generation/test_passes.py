@@ -10,7 +10,7 @@ import transformers
 import families
 import mixtures
 from chronicals.generation.engine import Engine, why_not_served
-from chronicals.generation.layout import Layout
+from chronicals.generation.layout import CacheLayout
 from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
 from chronicals.generation.requests import Request
 from chronicals.generation.schedule import EngineSettings, Prompt
@@ -78,7 +78,7 @@ def as_small_as_possible(model, asked):
     sizes = probed(model)
     windowed = any(one.window for one in sizes.values())
     settings = EngineSettings(None, PAGE, slots=6, chunk_tokens=5 if windowed else 50)
-    layout = Layout(sizes, torch.device("cpu"), settings)
+    layout = CacheLayout(sizes, torch.device("cpu"), settings)
     alone = [layout.alone(Prompt(Request(prompt, NEW), 0, NEW)) for prompt in asked]
     return replace(settings, cache_memory=max(map(layout.bytes, alone)))
 
@@ -198,6 +198,17 @@ def test_a_base_in_four_bits_is_served_as_it_is():
 FUSED = ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "gpt_oss"]
 
 
+def before_and_after_fusing(model, engine, asked):
+    """Answers to each prompt after the model's layers are fused, and those before."""
+    requests = [Request(ids, NEW) for ids in asked]
+    expected = engine.generate(requests)
+    patch_parts(model, whole_layers=True)
+    runs.clear()
+    got = engine.generate(requests)
+    assert runs.total() > NEW
+    return [(answer, other) for (answer,), (other,) in zip(got, expected, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
 @pytest.mark.parametrize("name", FUSED)
@@ -206,13 +217,7 @@ def test_fused_layers_attend_to_pages(name, adapters):
     model = adapted(name) if adapters else build(name)
     asked = prompts()
     engine = Engine(model, EngineSettings(page_size=PAGE, chunk_tokens=50))
-    requests = [Request(ids, NEW) for ids in asked]
-    expected = engine.generate(requests)
-    patch_parts(model, whole_layers=True)
-    runs.clear()
-    got = engine.generate(requests)
-    assert runs.total() > NEW
-    for (answer,), (other,) in zip(got, expected, strict=True):
+    for answer, other in before_and_after_fusing(model, engine, asked):
         assert answer.tokens == other.tokens
         assert answer.log_probabilities == pytest.approx(other.log_probabilities)
         assert answer.entropies == pytest.approx(other.entropies, rel=1e-4)
@@ -234,13 +239,7 @@ def test_packed_layers_run_fused_over_pages(name, spare, adapters):
     if not spare:
         settings = as_small_as_possible(model, asked)
     engine = Engine(model, settings)
-    requests = [Request(ids, NEW) for ids in asked]
-    expected = engine.generate(requests)
-    patch_parts(model, whole_layers=True)
-    runs.clear()
-    got = engine.generate(requests)
-    assert runs.total() > NEW
-    for (answer,), (other,) in zip(got, expected, strict=True):
+    for answer, other in before_and_after_fusing(model, engine, asked):
         assert answer.tokens == other.tokens
         assert answer.log_probabilities == pytest.approx(other.log_probabilities, rel=1e-4)
 

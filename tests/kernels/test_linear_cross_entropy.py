@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, products
 from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
@@ -23,6 +22,7 @@ from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_referen
 from chronicals.kernels.linear_head import Adapter, true_places_first
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
+from seen_shapes import Shapes
 
 TYPES = [torch.float32, torch.bfloat16]
 module = sys.modules[
@@ -269,21 +269,6 @@ def test_upstream_gradient_scales(device):
 
 # --- what is frozen, and what exists
 # -------------------------------------------------------------------------------
-
-
-class Shapes(TorchDispatchMode):
-    """The shapes of all tensors that operations make, in the forward and the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[torch.Size] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.seen += [
-            x.shape for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)
-        ]
-        return out
 
 
 @contextlib.contextmanager

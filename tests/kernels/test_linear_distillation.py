@@ -13,8 +13,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.launch import OPERATOR_FUNCTIONS, interpreting
@@ -30,6 +28,7 @@ from chronicals.kernels.linear_head import Adapter, LinearHead
 from chronicals.kernels.logit_rows import IGNORE_INDEX
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
+from seen_shapes import Shapes
 
 TYPES = [torch.float32, torch.bfloat16]
 module = sys.modules[
@@ -527,21 +526,6 @@ def test_stored_tokens_that_do_not_fit_are_refused():
 
 # --- what is frozen, and what exists
 # -------------------------------------------------------------------------------
-
-
-class Shapes(TorchDispatchMode):
-    """The shapes of all tensors that operations make, in the forward and the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen: list[torch.Size] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.seen += [
-            x.shape for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)
-        ]
-        return out
 
 
 def run_with_shapes(hidden, weight, targets, teacher, bias=None, chunk_size=7):

@@ -19,6 +19,7 @@ from chronicals.objectives.pairs import Pairs, reward_metrics
 from chronicals.training import CheckpointError
 from chronicals.training.run.callbacks import read_metrics
 from preferences import (
+    DIVISIONS,
     IN_TREE,
     OF_ANSWERS,
     WITH_REFERENCE,
@@ -427,13 +428,7 @@ def test_however_a_step_is_divided(name, tmp_path):
     objective = name.partition(",")[0]
     found = []
     given, column = rows_and_reference(tmp_path, objective, 8)
-    divisions = [
-        (1, 8, {"max_documents": 3}),
-        (2, 4, {"max_documents": 3}),
-        (8, 1, {"max_documents": 3}),
-        (1, 8, {}),
-    ]
-    for batch, accumulation, more in divisions:
+    for batch, accumulation, more in DIVISIONS:
         found.append(
             one_step(
                 tmp_path,

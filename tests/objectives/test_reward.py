@@ -27,7 +27,7 @@ from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.evaluation import evaluate_data
 from chronicals.verification import verify
 from comparison import equal
-from preferences import assert_close, gradients_of, one_step, rows, store_of
+from preferences import DIVISIONS, assert_close, gradients_of, one_step, rows, store_of
 
 COUNT = 9
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -144,13 +144,7 @@ def test_however_a_step_is_divided(tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
     given = rows(8)
     found = []
-    divisions = [
-        (1, 8, {"max_documents": 3}),
-        (2, 4, {"max_documents": 3}),
-        (8, 1, {"max_documents": 3}),
-        (1, 8, {}),
-    ]
-    for batch, accumulation, more in divisions:
+    for batch, accumulation, more in DIVISIONS:
         found.append(
             one_step(
                 tmp_path,
@@ -688,7 +682,7 @@ def with_another_sign(chosen, rejected):
     return -torch.nn.functional.logsigmoid(rejected - chosen)
 
 
-def without_centering(self, pairs, right=reward.Reward.terms):
+def without_centering(self, pairs, right=reward.RewardObjective.terms):
     return right(self, pairs) | {"centering": Term(torch.zeros(()), 0.0)}
 
 
@@ -699,7 +693,7 @@ def of_the_token_before(model, states, batch, right=reward.document_scores):
 FAULTS = {
     "sign": (reward, "bradley_terry_losses", with_another_sign),
     "token before the last": (reward, "document_scores", of_the_token_before),
-    "centering left out": (reward.Reward, "terms", without_centering),
+    "centering left out": (reward.RewardObjective, "terms", without_centering),
 }
 
 

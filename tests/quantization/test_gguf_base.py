@@ -23,16 +23,6 @@ SIZES = (24, 7, 13)
 WIDTH = 256
 
 
-@pytest.fixture(params=["kernels", "references"])
-def kernels(request):
-    """The kernel that dequantises, and what runs in its place where Triton does not."""
-    if request.param == "references":
-        yield
-        return
-    with kernels_run():
-        yield
-
-
 def drawn(rows, kind, dtype, device, width=WIDTH, seed=0):
     return Blocks.of(random_blocks(rows, width, kind, seed, 0).to(device), kind, dtype)
 

@@ -28,16 +28,6 @@ SIZES = (24, 7, 13)
 WIDTH = 20
 
 
-@pytest.fixture(params=["kernels", "references"])
-def kernels(request):
-    """The kernel that dequantises, and what runs in its place where Triton does not."""
-    if request.param == "references":
-        yield
-        return
-    with kernels_run():
-        yield
-
-
 def packed_weights(sizes, width, dtype, device, nested=True):
     """Of rows that differ much in size."""
     slopes = [10.0 ** torch.empty(size, 1, device=device).uniform_(-1, 1) for size in sizes]

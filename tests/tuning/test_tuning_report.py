@@ -6,10 +6,10 @@ import pytest
 
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.tuning.journal import export
-from chronicals.tuning.report import LEAST_FOR_IMPORTANCE, height, write_report
+from chronicals.tuning.report import LEAST_FOR_IMPORTANCE, write_report
 from chronicals.tuning.search import Search
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Choice, Interval, Space
+from chronicals.tuning.space import Choice, Interval, SearchSpace
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
@@ -24,7 +24,7 @@ def study(tmp_path, complete):
     made.folder.mkdir()
     made.begin({"space": TUNE})
     recipe = Recipe(model="m", data="d")
-    search = Search(Space.of(TUNE, recipe, "loss"), StudySettings(metric="loss"), 42, 3)
+    search = Search(SearchSpace.of(TUNE, recipe, "loss"), StudySettings(metric="loss"), 42, 3)
     trials = []
     for number in range(complete):
         params = search.next_params(trials)
@@ -71,18 +71,18 @@ def test_importance_is_shown_from_enough_trials(tmp_path):
 def test_a_study_without_a_score_has_a_report(tmp_path):
     made = Study(tmp_path)
     made.begin({})
-    space = Space.of(TUNE, Recipe(model="m", data="d"), "loss")
+    space = SearchSpace.of(TUNE, Recipe(model="m", data="d"), "loss")
     write_report(made, Search(space, StudySettings(metric="loss"), 42, 1))
     assert "there are 0" in (tmp_path / "report.html").read_text()
 
 
 def test_heights_of_values():
     rate = Interval(1e-4, 1e-2, "log")
-    assert height(rate, 1e-3) == pytest.approx(0.5)
-    assert height(Interval(0.0, 4.0, "linear"), 1.0) == 0.25
-    assert height(Choice(("a", "b", "c")), "c") == 1.0
-    assert math.isnan(height(Choice(("a", "b")), "z")) and math.isnan(height(rate, None))
-    assert math.isnan(height(rate, 0.0))
+    assert rate.height(1e-3) == pytest.approx(0.5)
+    assert Interval(0.0, 4.0, "linear").height(1.0) == 0.25
+    assert Choice(("a", "b", "c")).height("c") == 1.0
+    assert math.isnan(Choice(("a", "b")).height("z")) and math.isnan(rate.height(None))
+    assert math.isnan(rate.height(0.0))
 
 
 @pytest.mark.slow

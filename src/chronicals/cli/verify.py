@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,10 @@ from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from chronicals.verification import Verification
+    from chronicals.verification.comparison import Beside, Deviation
 
 TABLE_ROWS = 15
 """Modules and failures that are printed; the JSON has all of them."""
@@ -102,52 +105,11 @@ def verify_command(
 
 
 def _show(found: Verification, console: Console) -> None:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     beside = found.bitsandbytes
-    others = ["bitsandbytes"] if beside else []
-    losses = Table("step", "loss", "fp32", "plain", *others, "off by", "allowed", show_edge=False)
-    for number, row in enumerate(found.losses):
-        theirs = [beside.losses[number].ours] if beside else []
-        figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain, *theirs))
-        losses.add_row(
-            str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}"
-        )
-    theirs_of = (
-        {("gradient", row.module): f"{row.deviation:.1e}" for row in beside.gradients}
-        if beside
-        else {}
-    )
-    # Without padding, most columns are left for names.
-    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
-    modules.add_column("module", overflow="fold")
-    for name in (
-        "of",
-        "deviation",
-        "plain's",
-        *(["bnb's"] if beside else []),
-        "allowed",
-        "cosine",
-        "norm",
-        "",
-    ):
-        modules.add_column(name, no_wrap=True)
     rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.ratio)
-    for deviation in rows[:TABLE_ROWS]:
-        modules.add_row(
-            deviation.module,
-            deviation.quantity,
-            f"{deviation.deviation:.1e}",
-            f"{deviation.plain:.1e}",
-            *([theirs_of.get((deviation.quantity, deviation.module), "")] if beside else []),
-            f"{deviation.allowed:.1e}",
-            f"{deviation.cosine:.6f}",
-            f"{deviation.norm_ratio:.4f}",
-            "[green]ok[/]" if deviation.ratio <= 1 else "[bold red]differs[/]",
-        )
-    console.print(losses, "", modules)
+    console.print(_losses_table(found), "", _modules_table(rows[:TABLE_ROWS], beside))
     if len(rows) > TABLE_ROWS:
         console.print(
             f"… and {len(rows) - TABLE_ROWS} more rows, each further inside what it is allowed"
@@ -173,3 +135,53 @@ def _show(found: Verification, console: Console) -> None:
         console.print(
             f"[bold red]failed[/] {len(found.failures)} checks in {summary}", soft_wrap=True
         )
+
+
+def _losses_table(found: Verification) -> Table:
+    """Return the loss of each step in all arms."""
+    from rich.table import Table
+
+    beside = found.bitsandbytes
+    others = ["bitsandbytes"] if beside else []
+    table = Table("step", "loss", "fp32", "plain", *others, "off by", "allowed", show_edge=False)
+    for number, row in enumerate(found.losses):
+        losses = [row.ours, row.fp32, row.plain]
+        if beside:
+            losses.append(beside.losses[number].ours)
+        table.add_row(
+            str(row.step),
+            *(f"{loss:.6f}" for loss in losses),
+            f"{abs(row.ours - row.fp32):.1e}",
+            f"{row.allowed:.1e}",
+        )
+    return table
+
+
+def _modules_table(rows: Sequence[Deviation], beside: Beside | None) -> Table:
+    """Return what deviates in modules, beside the gradients of other libraries if there are any."""
+    from rich import box
+    from rich.table import Table
+
+    theirs: dict[str, str] = {}
+    if beside:
+        theirs = {row.module: f"{row.deviation:.1e}" for row in beside.gradients}
+    # Without padding, most columns are left for names.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    table.add_column("module", overflow="fold")
+    others = ["bnb's"] if beside else []
+    for name in ("of", "deviation", "plain's", *others, "allowed", "cosine", "norm", ""):
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        figures = [f"{row.deviation:.1e}", f"{row.plain:.1e}"]
+        if beside:
+            figures.append(theirs.get(row.module, "") if row.quantity == "gradient" else "")
+        table.add_row(
+            row.module,
+            row.quantity,
+            *figures,
+            f"{row.allowed:.1e}",
+            f"{row.cosine:.6f}",
+            f"{row.norm_ratio:.4f}",
+            "[green]ok[/]" if row.ratio <= 1 else "[bold red]differs[/]",
+        )
+    return table

@@ -306,8 +306,8 @@ class ChronicalsConfig:
     )
     expert_memory: Annotated[float | None, BeforeValidator(as_gigabytes)] = Field(
         default=None,
-        description="Memory of the card for experts with memory=[offload_experts], in GB: 8, 8GB or "
-        "8GiB; at least those of a token and two more",
+        description="Memory of the card for experts with memory=['offload_experts'], in GB: 8, 8GB "
+        "or 8GiB; at least those of a token and two more",
     )
     generation_exact: bool = Field(
         default=False,

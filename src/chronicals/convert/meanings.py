@@ -416,9 +416,13 @@ def _rewards(value: Any, theirs: Theirs) -> Answer:
     weights = weights if isinstance(weights, list) else [weights]
     entries: list[str] = []
     for number, name in enumerate(names):
-        module, dot, function = str(name).rpartition(".")
-        ours = f"{module}:{function}" if dot and "/" not in str(name) else str(name)
-        entries.append(f"{ours}={weights[number]:g}" if number < len(weights) else ours)
+        ours = str(name)
+        module, _, function = ours.rpartition(".")
+        if module and "/" not in ours:
+            ours = f"{module}:{function}"
+        if number < len(weights):
+            ours = f"{ours}={weights[number]:g}"
+        entries.append(ours)
     return mapped("a function is module:function, its weight behind it", rewards=entries)
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from chronicals.export.artefact import EXPORTS, ArtefactFormat, proof_of, worksp
 from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors
 from chronicals.export.gguf import GGUFModel
 from chronicals.export.gguf_vision import GGUFProjector
-from chronicals.export.hub import card, upload
+from chronicals.export.hub import hub_card, upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
@@ -120,32 +120,9 @@ def export(
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     formats = [to] if isinstance(to, str) else list(to)
-    for format_name in formats:
-        if format_name not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise ExportError(f"to={format_name!r}: no such format; there are {known}")
     stem, folder = _stem_and_folder(model, name, output)
-    if not isinstance(model, (str, Path)) and tokenizer is None:
-        raise ExportError(
-            "tokenizer=None: a model in memory is exported with its tokenizer; give it"
-        )
-    targets = {name: folder / FORMATS[name].name(stem) for name in formats}
-    for format_name, target in targets.items():
-        if target.exists():
-            raise ExportError(
-                f"{target}: is there already (--to {format_name}); delete it, or give another "
-                "--output"
-            )
-    refusal = None
-    if isinstance(model, (str, Path)):
-        refusal = reward_model_refusal(SavedModel.find(model, base_model))
-    elif score_of(model) is not None:
-        refusal = (
-            "model: is a reward model, and what export writes are language models; save it with "
-            "save_model"
-        )
-    if refusal is not None:
-        raise ExportError(refusal)
+    targets = _targets(formats, stem, folder)
+    _check_model(model, base_model, tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"data": data, "importance": importance, "vllm_python": vllm_python}
     paths = {key: None if path is None else str(path) for key, path in fields.items()}
@@ -160,27 +137,10 @@ def export(
             if projector_format is not None:
                 projector = folder / FORMATS[projector_format].name(stem)
                 if projector.exists():
-                    proof = Proof({})
-                    FORMATS[projector_format].prove(source, projector, proof)
-                    if proof.failed:
-                        raise ExportError(
-                            f"{projector}: is there already and is not this model's "
-                            f"({proof.failed[0]}); delete it"
-                        )
-                    logger.info(
-                        "%s: is there already, and is still what reads this model's images",
-                        projector,
-                    )
+                    _check_projector(projector_format, source, projector)
                 else:
                     targets[projector_format] = projector
-            needed = sum(FORMATS[format_name].size(source) for format_name in targets)
-            free = shutil.disk_usage(folder).free
-            if free < needed:
-                raise ExportError(
-                    f"output={str(folder)!r}: {', '.join(targets)} take {needed / 2**30:.2f} GiB, "
-                    f"the disk has {free / 2**30:.2f}; free some, or give a folder on another one "
-                    "(--output)"
-                )
+            _check_disk(folder, targets, source)
             artefacts = [
                 _export_one(format_name, target, source, place, ollama, projector)
                 for format_name, target in targets.items()
@@ -189,6 +149,78 @@ def export(
         paths_to_push = [artefact.path for artefact in artefacts]
         logger.info("uploaded to %s", upload(push_to_hub, paths_to_push, artefacts[0].card))
     return artefacts
+
+
+def _targets(formats: Sequence[str], stem: str, folder: Path) -> dict[str, Path]:
+    """Return the file or folder to write for each format.
+
+    Raises:
+        ExportError: there is no such format, or one of them is there already.
+    """
+    targets: dict[str, Path] = {}
+    for name in formats:
+        if name not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise ExportError(f"to={name!r}: no such format; there are {known}")
+        targets[name] = folder / FORMATS[name].name(stem)
+    for name, target in targets.items():
+        if target.exists():
+            raise ExportError(
+                f"{target}: is there already (--to {name}); delete it, or give another --output"
+            )
+    return targets
+
+
+def _check_model(model: Any, base_model: str | None, tokenizer: Any) -> None:
+    """Check that a model can be exported; arguments as of ``export``.
+
+    Raises:
+        ExportError: it is a reward model, or in memory and given without its tokenizer.
+    """
+    if isinstance(model, (str, Path)):
+        refusal = reward_model_refusal(SavedModel.find(model, base_model))
+        if refusal is not None:
+            raise ExportError(refusal)
+        return
+    if tokenizer is None:
+        raise ExportError(
+            "tokenizer=None: a model in memory is exported with its tokenizer; give it"
+        )
+    if score_of(model) is not None:
+        raise ExportError(
+            "model: is a reward model, and what export writes are language models; save it with "
+            "save_model"
+        )
+
+
+def _check_projector(format_name: str, source: SourceModel, projector: Path) -> None:
+    """Check that a file which is there already reads this model's images.
+
+    Raises:
+        ExportError: it does not.
+    """
+    proof = Proof({})
+    FORMATS[format_name].prove(source, projector, proof)
+    if proof.failed:
+        raise ExportError(
+            f"{projector}: is there already and is not this model's ({proof.failed[0]}); delete it"
+        )
+    logger.info("%s: is there already, and is still what reads this model's images", projector)
+
+
+def _check_disk(folder: Path, formats: Collection[str], source: SourceModel) -> None:
+    """Check that the disk of a folder has room for artefacts.
+
+    Raises:
+        ExportError: it has not.
+    """
+    needed = sum(FORMATS[name].size(source) for name in formats)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(
+            f"output={str(folder)!r}: {', '.join(formats)} take {needed / 2**30:.2f} GiB, the disk "
+            f"has {free / 2**30:.2f}; free some, or give a folder on another one (--output)"
+        )
 
 
 def _projector_format(source: SourceModel, formats: Sequence[str]) -> str | None:
@@ -263,7 +295,7 @@ def _export_one(
         raise
     for check in proof.checks:
         logger.debug("%s: %s", target.name, check)
-    text = card(source, target.name, format_name, proof)
+    text = hub_card(source, target.name, format_name, proof)
     if aside.is_dir():
         (aside / "README.md").write_text(text)
     aside.rename(target)

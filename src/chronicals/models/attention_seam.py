@@ -292,7 +292,10 @@ def _attribute(module: nn.Module, slot: str) -> str:
 
     It is ``_old_forward`` for the forward of a module under accelerate's hook.
     """
-    return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
+    own = vars(module)
+    if slot == "forward" and HOOK in own and HOOKED in own:
+        return HOOKED
+    return slot
 
 
 def _is_ours(module: nn.Module, attribute: str, installed: InstalledSeams) -> bool:

@@ -17,6 +17,7 @@ continue, beyond the length of training.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +102,18 @@ def why_neighbours_matter(config: Any, width: int) -> str:
     """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for part in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+    parts = [part for part in rope.values() if isinstance(part, dict)]
+    for part in parts or [rope]:
         rope_type = part.get("rope_type")
-        limit = part.get("original_max_position_embeddings") if rope_type == "longrope" else None
-        limit = text.max_position_embeddings if rope_type == "dynamic" else limit
+        limit = None
+        if rope_type == "longrope":
+            limit = part.get("original_max_position_embeddings")
+        elif rope_type == "dynamic":
+            limit = text.max_position_embeddings
         if limit is not None and width > limit:
             return (
                 f"rope_type {rope_type}: the class gives all documents of a batch other "
-                "frequencies where one is longer than "
-                f"{limit:,} tokens; with max_seq_length={limit} none is"
+                f"frequencies where one is longer than {limit:,} tokens; with max_seq_length={limit} none is"
             )
     return ""
 
@@ -275,36 +279,48 @@ def _answers_see_prompts(twin: Any) -> bool:
     documents = _documents(twin)
     prompt = documents[PROMPT]
     answers = [documents[n] for n in ANSWERS]
-    # A Batch of the answers, followed by the prompt that they share.
-    ids = torch.cat([*answers, prompt])
-    lengths = [*(len(answer) for answer in answers), len(prompt)]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    own = [torch.arange(start, start + length) for start, length in zip(starts.tolist(), lengths)]
-    index = torch.cat([*(torch.cat([own[-1], tokens]) for tokens in own[:-1]), own[-1]])
-    seen = [*(len(prompt) + length for length in lengths[:-1]), len(prompt)]
-    ends = torch.tensor([0, *seen]).cumsum(0)
-    places = torch.full((len(answers) + 1, len(ids)), -1)
-    for number, tokens in enumerate(own[:-1]):
-        places[number + 1, own[-1]] = ends[number] + torch.arange(len(prompt))
-        places[0, tokens] = ends[number] + len(prompt) + torch.arange(len(tokens))
-    places[0, own[-1]] = ends[-2] + torch.arange(len(prompt))
-    after = [len(prompt) + torch.arange(len(answer)) for answer in answers]
-    positions = torch.cat([*after, torch.arange(len(prompt))])
-    keys = SharedKeys(index, ends.to(torch.int32), places, int(ends.diff().max()))
-    untrained = torch.full_like(ids, IGNORED)
-    bounds = starts.to(torch.int32)
-    batch = Batch(ids, untrained, positions, bounds, max(lengths), keys=keys)
+    decoder = twin.get_decoder()
     whole = [
-        twin.get_decoder()(
-            input_ids=torch.cat([prompt, x])[None], use_cache=False
-        ).last_hidden_state[0]
+        decoder(input_ids=torch.cat([prompt, x])[None], use_cache=False).last_hidden_state[0]
         for x in answers
     ]
     alone = torch.cat([*(states[len(prompt) :] for states in whole), whole[0][: len(prompt)]])
     with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
-        shared = presented.hidden_states(batch)
+        shared = presented.hidden_states(_sharing_batch(prompt, answers))
     gradients = [_embedding_gradient(twin, states) for states in (alone, shared)]
     return _distance(alone, shared) <= _TOLERANCE and _distance(*gradients) <= _TOLERANCE
+
+
+def _sharing_batch(prompt: Tensor, answers: Sequence[Tensor]) -> Batch:
+    """Return a Batch of answers, followed by the prompt that they share."""
+    ids = torch.cat([*answers, prompt])
+    lengths = [*map(len, answers), len(prompt)]
+    *of_answers, of_prompt = torch.arange(len(ids)).split(lengths)
+    # An answer sees the prompt and itself, the prompt itself alone.
+    seen = [*(torch.cat([of_prompt, tokens]) for tokens in of_answers), of_prompt]
+    bounds = torch.tensor([0, *map(len, seen)]).cumsum(0)
+    places = torch.full((len(answers) + 1, len(ids)), -1)
+    for number, tokens in enumerate(of_answers):
+        places[number + 1, of_prompt] = bounds[number] + torch.arange(len(prompt))
+        places[0, tokens] = bounds[number] + len(prompt) + torch.arange(len(tokens))
+    places[0, of_prompt] = bounds[-2] + torch.arange(len(prompt))
+    keys = SharedKeys(
+        torch.cat(seen), bounds.to(torch.int32), places, max_seqlen=int(bounds.diff().max())
+    )
+    positions = torch.cat(
+        [
+            *(len(prompt) + torch.arange(len(answer)) for answer in answers),
+            torch.arange(len(prompt)),
+        ]
+    )
+    return Batch(
+        ids,
+        torch.full_like(ids, IGNORED),
+        positions,
+        torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        max(lengths),
+        keys=keys,
+    )
 
 
 def _documents(twin: Any) -> list[Tensor]:

@@ -35,7 +35,7 @@ from chronicals.batch import IGNORED
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam, text_configs
 from chronicals.patching.lazy_logits import autocast_type
-from chronicals.patching.lazy_mask import Documents, LazyMask, RowPadding
+from chronicals.patching.lazy_mask import LazyMask, RowDocuments, RowPadding
 
 ATTENTION_PART = "attention"
 """Name of the attention in the report and in a plan's reasons."""
@@ -202,7 +202,7 @@ def _documents(
     options: dict[str, Any],
     pattern: Pattern,
     make: Callable[..., Tensor | None],
-) -> Documents | None:
+) -> RowDocuments | None:
     """Return the rows as documents, or None if padding is elsewhere than on the right.
 
     Args:
@@ -220,7 +220,7 @@ def _documents(
     )
     if padding is None and pattern.packs is None:
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
-        return Documents(bounds, length, None, pattern.window, None, *makers)
+        return RowDocuments(bounds, length, None, pattern.window, None, *makers)
     if padding is not None:
         if padding.shape != (rows, length):
             return None
@@ -243,11 +243,11 @@ def _documents(
     shortest, longest, tokens, padded_rows = torch.stack(counts).tolist()
     bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if not padded_rows:
-        return Documents(bounds, longest, None, pattern.window, None, *makers)
+        return RowDocuments(bounds, longest, None, pattern.window, None, *makers)
     # real tokens first; unlike nonzero, argsort does not let the host wait for the device
     order = padded_BS.flatten().argsort(stable=True)
     padding_places = _padding(padded_BS, order[tokens:], padded_rows, length - shortest, make)
-    return Documents(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
+    return RowDocuments(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
 
 
 def _padding(
@@ -347,19 +347,21 @@ def _is_supported(
 ) -> bool:
     """Return whether ``document_attention`` computes what ``implementation`` does of these."""
     causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    ignored_by_sdpa = ("softcap", "s_aux") if implementation == "sdpa" else ()
-    unsupported = ("output_attentions", "position_bias", "head_mask", *ignored_by_sdpa)
-    return (
-        bool(causal)
-        and not options.get("dropout")
-        and all(options.get(name) is None or options[name] is False for name in unsupported)
-        and key.shape[:-1] == value.shape[:-1]
-        and value.shape[-1] <= key.shape[-1]
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[2:] == key.shape[2:]
-        and not getattr(getattr(module, "config", None), "output_attentions", False)
-    )
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if not causal or options.get("dropout"):
+        return False
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return False
+    unsupported = ["output_attentions", "position_bias", "head_mask"]
+    if implementation == "sdpa":  # which ignores them
+        unsupported += ["softcap", "s_aux"]
+    for name in unsupported:
+        if options.get(name) is not None and options[name] is not False:
+            return False
+    same_dtype = query.dtype == key.dtype == value.dtype
+    same_rows = key.shape[:-1] == value.shape[:-1] and query.shape[2:] == key.shape[2:]
+    return same_dtype and same_rows and value.shape[-1] <= key.shape[-1]
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,20 @@ def run_layer(
     return _run(anatomy, layer, class_forward, hidden_states, *args, **inputs)
 
 
+def _why_in_parts(layer: Any, hidden_states: Tensor, inputs: Mapping[str, Any]) -> str | None:
+    """Return why a call cannot run with fused halves; None if it can."""
+    for name in (*CACHES, "attention_mask"):
+        if inputs.get(name) is not None:
+            return f"it was given {name}"
+    if len(hidden_states) != 1:
+        return "its input is not one row"
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return "it runs under autocast"
+    if layer.training and _has_dropout(layer):
+        return "it has dropout"
+    return None
+
+
 def _run(
     anatomy: Anatomy,
     layer: Any,
@@ -309,17 +323,8 @@ def _run(
     if args or not (is_packed or over_pages):
         return class_forward(layer, hidden_states, *args, **inputs)
     in_tiles = getattr(layer, TILES_LAYER, False) and not over_pages
-    reason = ""
-    given = [name for name in (*CACHES, "attention_mask") if inputs.get(name) is not None]
-    if given:
-        reason = f"it was given {given[0]}"
-    elif len(hidden_states) != 1:
-        reason = "its input is not one row"
-    elif torch.is_autocast_enabled(hidden_states.device.type):
-        reason = "it runs under autocast"
-    elif layer.training and _has_dropout(layer):
-        reason = "it has dropout"
-    if reason:
+    reason = _why_in_parts(layer, hidden_states, inputs)
+    if reason is not None:
         log_once(logger.warning, f"{type(layer).__name__} runs part by part: {reason}")
         run = partial(class_forward, layer, **inputs)
         return _recomputed(layer, run, hidden_states) if in_tiles else run(hidden_states)

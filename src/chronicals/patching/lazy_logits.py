@@ -443,16 +443,19 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 def _step(func: Any, args: tuple, kwargs: dict) -> tuple | None:
     """Return the step that a call amounts to: () if it changes nothing, None if no step is."""
-    number = args[1] if len(args) == 2 and type(args[1]) in (int, float) and not kwargs else None
-    cast = CASTS.get(func)
-    if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
-        cast = args[1]
-    if cast is not None and not kwargs:
-        return () if args[0].dtype == cast else ("type", cast)
-    if number is not None and func in MULTIPLY:
-        return "scale", float(number)
-    if number is not None and func in DIVIDE:
-        return "scale", 1.0 / number
-    if func in TANH and len(args) == 1 and not kwargs:
+    if func is Tensor.contiguous and len(args) == 1:
+        return ()
+    if kwargs:
+        return None
+    operand = args[1] if len(args) == 2 else None
+    if func in CASTS or (func is Tensor.to and isinstance(operand, torch.dtype)):
+        dtype = CASTS.get(func, operand)
+        return () if args[0].dtype == dtype else ("type", dtype)
+    if type(operand) is int or type(operand) is float:
+        if func in MULTIPLY:
+            return "scale", float(operand)
+        if func in DIVIDE:
+            return "scale", 1.0 / operand
+    if func in TANH and len(args) == 1:
         return ("tanh",)
-    return () if func is Tensor.contiguous and len(args) == 1 else None
+    return None

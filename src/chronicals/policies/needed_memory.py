@@ -112,20 +112,15 @@ def asked_for(facts: Facts, frees: bool) -> set[str]:
     return names | {"reduce_in_backward"} if frees else names
 
 
-def _estimated(facts: Facts, frees: bool) -> Estimate:
-    """Return the estimate of a run with all policies that it asks for."""
+def _step_shape(facts: Facts) -> StepShape:
+    """Return the shape of a step of a run without policies."""
     config = facts.config
-    element = facts.element
-    count = sum(p.numel() for p in facts.trained)
-    accumulates = config.gradient_accumulation_steps > 1
-    # Trained bf16 weights leave the lower half of an fp32 master to the optimizer's states.
-    splits = config.mixed_precision == "bf16" and not config.use_lora
     # FlashAttention 4 leaves room for an adapter's columns behind what it returns.
     copies = adapts_output(facts.model) and facts.backend != "flash-attn-4"
-    step = StepShape(
+    return StepShape(
         tokens=config.batch_size * config.max_seq_length,
         fused=facts.fuses_halves,
-        element=element,
+        element=facts.element,
         logit_rows=config.logits_chunk_size,
         magnitudes=has_magnitudes(facts.model),
         copies_attended=facts.fuses_halves and copies,
@@ -135,14 +130,28 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         columns=adapter_columns(facts.model) if facts.fuses_halves else AdapterColumns(),
         on_host=host_layers(facts.model) if facts.on_host else None,
     )
-    load = MemoryLoad(
-        step=step,
-        frozen=Dense.bytes_a_value(element),
+
+
+def _plain_load(facts: Facts) -> MemoryLoad:
+    """Return what a run without policies holds, which policies change one after the other."""
+    config = facts.config
+    count = sum(p.numel() for p in facts.trained)
+    accumulates = config.gradient_accumulation_steps > 1
+    # Trained bf16 weights leave the lower half of an fp32 master to the optimizer's states.
+    splits = config.mixed_precision == "bf16" and not config.use_lora
+    return MemoryLoad(
+        step=_step_shape(facts),
+        frozen=Dense.bytes_a_value(facts.element),
         weight=2 if splits else 4,
         states=full_state_bytes(config, count) / max(count, 1),
         gradient=4 if accumulates or facts.ranks > 1 or not splits else 2,
         gradients_stay=accumulates,
     )
+
+
+def _estimated(facts: Facts, frees: bool) -> Estimate:
+    """Return the estimate of a run with all policies that it asks for."""
+    load = _plain_load(facts)
     names = asked_for(facts, frees)
     for policy in sorted(policies(), key=lambda policy: policy.shares):
         if policy.name in names:
@@ -181,7 +190,8 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         memory = memory.beside(f"{name}, frozen", held.size)
     if load.step.layer_tiles is not None and load.step.offloads:
         memory = memory.moving_inputs(layers_away(facts, memory, memory.kept[LAYERS]))
-        if memory.moved_inputs and keeps_results(facts, load.step):
+        # A plan does not know the host, and counts on no room for what only saves time.
+        if memory.moved_inputs and not facts.planned and keeps_results(facts, load.step):
             count = layers_away(facts, memory, memory.result)
             memory = replace(memory, kept_results=count)
     return memory

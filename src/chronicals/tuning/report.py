@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from chronicals.training.run.page import image, table, write_page
 from chronicals.tuning.results import results_of
 from chronicals.tuning.search import Search, importances
-from chronicals.tuning.space import Choice, Dimension
+from chronicals.tuning.space import Dimension
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
@@ -80,13 +79,13 @@ def _trials(search: Search, trials: Sequence[Trial]) -> str:
         if trial.repeats is not None:
             name += f" (repeats {trial.repeats})"
         score = "" if trial.value is None else f"{trial.value:.6g}"
-        values = [shown(trial.params[name]) for name in names]
+        values = [shown_value(trial.params[name]) for name in names]
         seconds = f"{_seconds(trial):.1f}"
         rows.append((name, str(trial.seed), trial.state, score, *values, seconds, trial.reason))
     return table(columns, rows)
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value of a dimension for people."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -109,7 +108,7 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     sign = -1.0 if search.settings.maximizes else 1.0
     for state, mark in MARKS.items():
         drawn = [trial for trial in trials if trial.state == state]
-        scores = [_last_score(trial) for trial in drawn]
+        scores = [trial.last_score for trial in drawn]
         axis.plot([trial.number for trial in drawn], scores, mark, label=str(state))
     best: list[tuple[int, float]] = []
     for trial in trials:
@@ -122,12 +121,6 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     return _svg(figure)
 
 
-def _last_score(trial: Trial) -> float:
-    if trial.value is not None:
-        return trial.value
-    return trial.reports[max(trial.reports)]
-
-
 def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
     """Draw a line for each complete trial through its values, darker for a better score."""
     figure, axis = _one_plot()
@@ -138,7 +131,7 @@ def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
     low, high = min(scores), max(scores)
     for rank, trial in enumerate(worst_first):
         heights = [
-            height(dimension, trial.params[name])
+            dimension.height(trial.params[name])
             for name, dimension in search.space.dimensions.items()
         ]
         heights.append(((trial.value or 0.0) - low) / ((high - low) or 1.0))
@@ -147,31 +140,14 @@ def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
     axis.set_xticks(range(len(names) + 1), [*names, search.settings.metric], fontsize=8)
     axis.set_yticks([])
     ends = [_ends(dimension) for dimension in search.space.dimensions.values()]
-    for place, (bottom, top) in enumerate([*ends, (shown(low), shown(high))]):
+    for place, (bottom, top) in enumerate([*ends, (shown_value(low), shown_value(high))]):
         axis.annotate(bottom, (place, 0), (3, -9), textcoords="offset points", fontsize=7)
         axis.annotate(top, (place, 1), (3, 3), textcoords="offset points", fontsize=7)
     return _svg(figure)
 
 
-def height(dimension: Dimension, value: Any) -> float:
-    """Return where a value stands between the ends of its dimension, from 0 to 1.
-
-    The user's own value may lie outside.
-    """
-    if isinstance(dimension, Choice):
-        inside = value in dimension.values
-        return dimension.values.index(value) / (len(dimension.values) - 1) if inside else math.nan
-    if not isinstance(value, (int, float)):
-        return math.nan
-    scale = math.log if dimension.scale == "log" else float
-    if dimension.scale == "log" and value <= 0:
-        return math.nan
-    low, high = scale(dimension.low), scale(dimension.high)
-    return (scale(value) - low) / (high - low)
-
-
 def _ends(dimension: Dimension) -> tuple[str, str]:
-    return shown(dimension.values[0]), shown(dimension.values[-1])
+    return shown_value(dimension.values[0]), shown_value(dimension.values[-1])
 
 
 def _one_plot() -> tuple[Figure, Axes]:

@@ -49,6 +49,12 @@ class Choice:
         """Return whether this is one of the values."""
         return value in self.values
 
+    def height(self, value: Any) -> float:
+        """Return where a value stands among the values, from 0 to 1; NaN if it is none of them."""
+        if value not in self.values:
+            return math.nan
+        return self.values.index(value) / (len(self.values) - 1)
+
     def to_json(self) -> list[Any]:
         """Return the dimension as a recipe has it."""
         return list(self.values)
@@ -75,6 +81,17 @@ class Interval:
     def label(self, value: Any) -> Any:
         """Return a value as optuna takes it, which is as it is."""
         return value
+
+    def height(self, value: Any) -> float:
+        """Return where a value stands between the ends, from 0 to 1, or beyond them.
+
+        NaN for what is no number, or has no logarithm where the scale is one.
+        """
+        if not isinstance(value, (int, float)) or (self.scale == "log" and value <= 0):
+            return math.nan
+        scale = math.log if self.scale == "log" else float
+        low = scale(self.low)
+        return (scale(value) - low) / (scale(self.high) - low)
 
     def holds(self, value: Any) -> bool:
         """Return whether a value lies within."""
@@ -138,7 +155,7 @@ def _number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The dimensions of a study, by name.
 
     Attributes:
@@ -150,7 +167,7 @@ class Space:
     recipe: Recipe
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], recipe: Recipe, metric: str) -> Space:
+    def of(cls, given: Mapping[str, Any], recipe: Recipe, metric: str) -> SearchSpace:
         """Return the space of a recipe, checked.
 
         Args:

@@ -32,11 +32,13 @@ LAST = ("fill", "memory_gib", "epoch")
 """Metrics that are drawn before and after those of the objective."""
 
 
-def drawn(runs: Sequence[Metrics]) -> list[str]:
+def drawn_metrics(runs: Sequence[Metrics]) -> list[str]:
     """Return the metrics of some runs that are not zero throughout, in the order of their charts."""
-    names = dict.fromkeys(
-        name for run in runs for name, points in run.curves.items() if any(y for _, y in points)
-    )
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, points in run.curves.items():
+            if any(value for _, value in points):
+                names[name] = None
     others = [name for name in names if name not in (*FIRST, *LAST)]
     return [name for name in (*FIRST, *others, *LAST) if name in names]
 

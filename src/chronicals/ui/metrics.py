@@ -88,13 +88,17 @@ class Metrics:
                 inode, offset = self._position
                 anew = inode != about.st_ino or about.st_size < offset
                 if anew:
-                    self.curves, self.began, self.last, offset = {}, None, None, 0
+                    self.curves = {}
+                    self.began = None
+                    self.last = None
                     self._drawn = {}
+                    offset = 0
                 file.seek(offset)
                 added = file.read()
         except OSError:
             changed = bool(self.curves)
-            self.curves, self._position = {}, (0, 0)
+            self.curves = {}
+            self._position = (0, 0)
             return changed
         whole = added[: added.rfind(b"\n") + 1]
         self._position = (about.st_ino, offset + len(whole))
@@ -122,7 +126,9 @@ def thinned(points: list[Point], most: int = SHOWN_POINTS) -> list[Point]:
     stretches = max(most // 2 - 1, 1)
     kept: list[Point] = []
     for number in range(stretches):
-        part = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
+        begin = number * len(points) // stretches
+        end = (number + 1) * len(points) // stretches
+        part = points[begin:end]
         lowest = min(range(len(part)), key=lambda at: part[at][1])
         highest = max(range(len(part)), key=lambda at: part[at][1])
         kept += [part[at] for at in sorted({lowest, highest})]
@@ -134,7 +140,8 @@ def smoothed(points: list[Point], share: float = SMOOTHING) -> list[Point]:
 
     That is Σ share^(n−i) y_i / Σ share^(n−i), as in Adam's first moment.
     """
-    mean, weight = 0.0, 0.0
+    mean = 0.0
+    weight = 0.0
     result: list[Point] = []
     for step, value in points:
         mean = share * mean + (1 - share) * value

@@ -196,9 +196,10 @@ def _put_in_place(
         down = a.view(experts, -1, a.shape[1])
         up = b.view(len(b), -1, experts)
         update = torch.einsum("ore,eri->eoi", up, down) * scale
-        update = (
-            (update.transpose(1, 2) if transposed else update) if weight.ndim == 3 else update[0]
-        )
+        if weight.ndim != 3:
+            update = update[0]
+        elif transposed:
+            update = update.transpose(1, 2)
         layer.__dict__[name] = (weight.float() + update).to(weight.dtype)
 
     def after(layer: nn.Module, _inputs: Any, _out: Any) -> None:

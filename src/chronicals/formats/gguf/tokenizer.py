@@ -82,56 +82,68 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         "template": template if isinstance(template, str) else None,
     }
     if model["type"] == "Unigram":
-        unigram = unigram_of(described, rows)
-        common["types"][unigram.unknown] = UNKNOWN
-        common["special"]["unk"] = unigram.unknown
-        notes = _notes(described, UNSUPPORTED_FORMS)
-        if unigram.space_prefix and not unigram.merges_blanks:
-            notes.append(
-                "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer "
-                "does"
-            )
-        return Vocabulary(
-            model="t5",
-            pre="default",
-            merges=[],
-            scores=unigram.scores,
-            space_prefix=unigram.space_prefix,
-            merges_blanks=unigram.merges_blanks,
-            charsmap=unigram.charsmap,
-            notes=notes,
-            **common,
-        )
+        return _unigram(described, rows, common)
     notes = _notes(described, (*UNSUPPORTED_FORMS, "Strip"))
     if byte_fallback:
-        # The normalizer or the pre-tokenizer may put a blank in front of a text.
-        steps = [
-            *steps_of(described.get("normalizer"), "normalizers"),
-            *steps_of(described.get("pre_tokenizer"), "pretokenizers"),
-        ]
-        has_space_prefix = any(
-            step["type"] == "Prepend"
-            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-            for step in steps
-        )
         return Vocabulary(
             model="llama",
             pre="default",
             merges=[],
             scores=[-float(number) for number in range(rows)],
-            space_prefix=has_space_prefix,
+            space_prefix=_has_space_prefix(described),
             notes=notes,
             **common,
         )
-    pairs = model["merges"]
     return Vocabulary(
         model="gpt2",
         pre=_pre_tokenizer(described),
-        merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in pairs],
+        merges=[pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]],
         scores=[],
         space_prefix=None,
         notes=notes,
         **common,
+    )
+
+
+def _unigram(described: dict[str, Any], rows: int, common: dict[str, Any]) -> Vocabulary:
+    """Return the vocabulary of a unigram tokenizer.
+
+    Args:
+        described: content of ``tokenizer.json``.
+        rows: of the embedding.
+        common: arguments of ``Vocabulary`` that all kinds have.
+    """
+    unigram = unigram_of(described, rows)
+    common["types"][unigram.unknown] = UNKNOWN
+    common["special"]["unk"] = unigram.unknown
+    notes = _notes(described, UNSUPPORTED_FORMS)
+    if unigram.space_prefix and not unigram.merges_blanks:
+        notes.append(
+            "llama.cpp puts no blank in front of a text of blanks alone, which the tokenizer does"
+        )
+    return Vocabulary(
+        model="t5",
+        pre="default",
+        merges=[],
+        scores=unigram.scores,
+        space_prefix=unigram.space_prefix,
+        merges_blanks=unigram.merges_blanks,
+        charsmap=unigram.charsmap,
+        notes=notes,
+        **common,
+    )
+
+
+def _has_space_prefix(described: dict[str, Any]) -> bool:
+    """Return whether the normalizer or the pre-tokenizer puts a blank in front of a text."""
+    steps = [
+        *steps_of(described.get("normalizer"), "normalizers"),
+        *steps_of(described.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    return any(
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
     )
 
 

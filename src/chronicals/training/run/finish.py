@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from chronicals.training.rollouts.samples import read_samples
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.run.model_card import CARD_FILE, model_card
-from chronicals.training.run.report import Report, Sample, data_reports
+from chronicals.training.run.report import Report, SampleAnswers, data_reports
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run, TrainingResult
 
@@ -74,7 +75,7 @@ def finish(
     ranks: Mesh,
     saved: RunCheckpoints,
     about: Callable[[], dict[str, Any]],
-    answers: Callable[[], list[Sample]],
+    answers: Callable[[], list[SampleAnswers]],
 ) -> TrainingResult:
     """Load the best weights if they are kept, and write the model and the report on rank 0.
 
@@ -95,28 +96,18 @@ def finish(
     report = run.output_dir / "report.html"
     model_step = saved.restore_best(run) if saved.keeps_best else run.step
     evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
+    losses = {"last training loss": f"{run.last_loss:.4f}"}
+    if evaluation:
+        losses["held-out loss"] = f"{evaluation.loss:.4f}"
 
     def write_model(aside: Path) -> None:
         saved.write_model(aside, model_step, text_files(model, tokenizer), about())
-        kept = f"The checkpoint of the last step stays: {saved.folder_of(run.step)}"
-        try:
-            wrong = list(
-                differences(aside, model, tokenizer, about(), divided=saved.divided is not None)
-            )
-        except (ValueError, OSError, KeyError) as error:
-            raise CheckpointError(
-                f"{model_dir}: what was written cannot be read back: {error}. {kept}"
-            ) from error
-        if wrong:
-            more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
-            raise CheckpointError(
-                f"{model_dir}: what was written is not what was trained, so it was not kept: "
-                f"{wrong[0]}{more}. {kept}"
-            )
+        read_back = partial(
+            differences, aside, model, tokenizer, about(), divided=saved.divided is not None
+        )
+        _check_written(model_dir, read_back, saved.folder_of(run.step))
         # After the comparison: what is read back is what was trained, and a card is not.
-        facts = {"steps": str(model_step), "last training loss": f"{run.last_loss:.4f}"}
-        if evaluation:
-            facts["held-out loss"] = f"{evaluation.loss:.4f}"
+        facts = {"steps": str(model_step), **losses}
         text = model_card(
             run.output_dir.name,
             str(model.config._name_or_path or type(model).__name__),
@@ -134,11 +125,9 @@ def finish(
                 "steps": run.step,
                 "weights written": f"of step {model_step}",
                 "trainable parameters": f"{run.trainable_share:.2%}",
-                "last training loss": f"{run.last_loss:.4f}",
+                **losses,
+                "processes": ranks.count,
             }
-            if evaluation:
-                facts["held-out loss"] = f"{evaluation.loss:.4f}"
-            facts["processes"] = ranks.count
             title = f"chronicals: {run.output_dir.name}"
             metrics = read_metrics(run.output_dir / METRICS_FILE)
             data = data_reports(run.output_dir)
@@ -162,3 +151,31 @@ def finish(
     return TrainingResult(
         run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report
     )
+
+
+def _check_written(
+    model_dir: Path, read_back: Callable[[], Iterable[str]], checkpoint: Path
+) -> None:
+    """Check that the model which was written is the one that was trained.
+
+    Args:
+        model_dir: folder that the model is for.
+        read_back: reads what was written, and returns in what it differs.
+        checkpoint: folder of the last step's checkpoint, which stays.
+
+    Raises:
+        CheckpointError: it differs, or cannot be read.
+    """
+    kept = f"The checkpoint of the last step stays: {checkpoint}"
+    try:
+        wrong = list(read_back())
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(
+            f"{model_dir}: what was written cannot be read back: {error}. {kept}"
+        ) from error
+    if wrong:
+        more = f" (and {len(wrong) - 1} more differences)" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{model_dir}: what was written is not what was trained, so it was not kept: "
+            f"{wrong[0]}{more}. {kept}"
+        )
