@@ -35,6 +35,11 @@ def values(entry, completions, **columns):
         ("1 / 0", "0", None),
         ("9 ** 9 ** 9 ** 9", "1", None),
         ("no question", "1", None),
+        ("1,234 + 5", "1,239", 1.0),
+        ("What is it (12 + 7)?", "19", 1.0),
+        ("12 + 7 * 3 (2 points)", "33", 1.0),
+        ("12 + 7 -- in one word", "19", 1.0),
+        ("Add 3 + 4", "of 3,4 the sum is 1,2,7", 1.0),
         ([{"role": "user", "content": "5 - 8"}], [{"role": "assistant", "content": "-3"}], 1.0),
     ],
 )

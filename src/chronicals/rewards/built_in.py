@@ -88,8 +88,11 @@ def length(argument: str | None) -> BuiltReward:
 PLAIN_SIGNS = str.maketrans("\u2212\u00d7\u00b7\u00f7", "-**/")
 """The typographic minus, times, dot and division, and Python's signs."""
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-"""A number in an answer: an integer, a decimal or a fraction."""
+NUMBER = re.compile(r"-?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?(?:/\d+)?")
+"""A number in an answer: an integer, with commas between thousands or not, a decimal or a fraction."""
+
+THOUSANDS = re.compile(r"\d+(?:,\d{3}(?!\d))+")
+"""A number with commas between thousands."""
 
 EXPRESSION = re.compile(r"[-(\s]*\d[\d\s.+\-*/()]*")
 """What may be an expression in a question; it must have an operator."""
@@ -138,14 +141,27 @@ def last_number(text: str) -> Fraction | None:
 
 def value_of(text: str) -> Fraction | None:
     """Return the value of the last expression of a text, exactly; None if it has none."""
-    for found in reversed(EXPRESSION.findall(text.translate(PLAIN_SIGNS))):
+    plain = THOUSANDS.sub(lambda number: number[0].replace(",", ""), text.translate(PLAIN_SIGNS))
+    for found in reversed(EXPRESSION.findall(plain)):
         try:
-            tree = ast.parse(found.strip(), mode="eval").body
+            tree = ast.parse(_complete(found), mode="eval").body
             if isinstance(tree, ast.BinOp):
                 return _evaluated(tree)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
             continue
     return None
+
+
+def _complete(text: str) -> str:
+    """Return a text without signs and brackets at its ends that belong to the words around it."""
+    text = text.strip().rstrip("+-*/( ")
+    while text.count(")") > text.count("(") and text.endswith(")"):
+        text = text[:-1].rstrip("+-*/( ")
+    while text.count("(") > text.count(")") and text.startswith("("):
+        text = text[1:].lstrip()
+    if text.count("(") > text.count(")"):
+        text = text[: text.rindex("(")].rstrip("+-*/( ")
+    return text
 
 
 def _evaluated(node: ast.expr) -> Fraction:
