@@ -50,6 +50,19 @@ def test_a_wrong_dimension_is_one_line(tmp_path, name, values, said):
     assert not (tmp_path / "study").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("lora_rank", [{"a": 1}, 8], "lora_rank"),
+        ("lora_rank", ["eight", 8], "lora_rank"),
+        ("lora_alpha_ratio", ["twice", 1.0], "lora_alpha"),
+    ],
+)
+def test_a_rank_that_is_no_number_is_told(tmp_path, name, values, said):
+    with pytest.raises(ConfigurationError, match=said):
+        space(tmp_path, tuned={name: values}, use_lora=True)
+
+
 def test_all_mistakes_are_told_together(tmp_path):
     with pytest.raises(ConfigurationError) as raised:
         tuner(tmp_path, {"learning_rat": [1, 2], "weight_decay": [0.1]})

@@ -253,7 +253,8 @@ class SearchSpace:
         if ratio is None and "lora_rank" in fields and "lora_alpha" not in fields:
             ratio = self.recipe.lora_alpha / self.recipe.lora_rank
         if ratio is not None:
-            fields["lora_alpha"] = ratio * rank
+            numbers = isinstance(ratio, (int, float)) and isinstance(rank, (int, float))
+            fields["lora_alpha"] = ratio * rank if numbers else ratio  # the recipe refuses others
         if sections:
             fields[SECTIONS_FIELD] = sections
         return fields
