@@ -108,10 +108,23 @@ def test_what_is_trained_or_not_plain_stays():
     assert head_in_host(model) is None and len(host_tables(model)) == 1
     model.get_input_embeddings().forward = lambda ids: None
     assert "is replaced" in why_embedding_stays(model)
+    tied = tiny.llama(tie_word_embeddings=True).requires_grad_(False)
+    assert why_embedding_stays(tied) is None
+    tied.lm_head.forward = lambda x: None
+    assert "the head has the weight of the input embedding" in why_embedding_stays(tied)
     scaled = families.build("gemma2" if "gemma2" in families.FAMILIES else "gemma3")
     scaled.requires_grad_(False)
     kind = type(scaled.get_input_embeddings())
     assert (why_embedding_stays(scaled) is None) == (kind is torch.nn.Embedding)
+
+
+def test_a_row_that_is_not_finite_arrives(device):
+    model = adapted(device)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0, 0] = torch.nan
+    with tables_in_host_memory(model):
+        first = model.get_input_embeddings()(torch.tensor([0], device=device))
+    assert first[0, 0].isnan() and first[0, 1:].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,10 @@ def why_embedding_stays(model: Any) -> str | None:
         return "the input embedding is trained, and its update needs it on the card"
     if _is_replaced(layer) or layer.max_norm is not None:
         return "the forward of the input embedding is replaced, or changes its rows"
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    if getattr(head, "weight", None) is layer.weight and head_in_host(model) is None:
+        return "the head has the weight of the input embedding, and is not plain, or is replaced"
     return None
 
 
@@ -156,7 +160,9 @@ def _check_that_rows_arrive(table: HostTable) -> None:
         ValueError: they differ.
     """
     ids = torch.tensor([0, len(table.weight) // 2, len(table.weight) - 1])
-    if not torch.equal(table.rows(ids.to(table.device)).cpu(), table.weight.detach()[ids]):
+    arrived = table.rows(ids.to(table.device)).cpu().contiguous()
+    # As bytes: a row may hold NaN.
+    if not torch.equal(arrived.view(torch.uint8), table.weight.detach()[ids].view(torch.uint8)):
         raise ValueError(
             "memory=['offload_embeddings']: this card does not read the host's memory as it was "
             "written; leave it out"
