@@ -682,6 +682,26 @@ def test_passes_before_the_first_step_are_not_in_the_time_and_named(flags, besid
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tflops", "inf"], "must be a finite number"),
+        (["--link", "inf"], "must be a finite number"),
+        (["--document-length", "2049"], "is longer than a pack; give at most"),
+        (["--document-length", "inf"], "is longer than a pack; give at most"),
+        (["--gpus", "0"], "give numbers of cards up to 1,000,000"),
+        (["--gpus", "99999999999"], "give numbers of cards up to 1,000,000"),
+    ],
+    ids=" ".join,
+)
+def test_what_no_plan_can_be_made_of_is_told(flags, said, tmp_path):
+    tiny.llama().config.save_pretrained(tmp_path)
+    given = ["plan", "--model", str(tmp_path), "--max-seq-length", "2048", *flags]
+    refused = CliRunner().invoke(app, given)
+    assert isinstance(refused.exception, ConfigurationError) or refused.exit_code == 1
+    assert said in f"{refused.exception} {refused.output}"
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path):
     tiny.llama().save_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from chronicals.planning import Machines, Plan
 
 GIGA = 1e9
+
+MOST_CARDS = 1_000_000
+"""Cards of the largest plan: the sums of a step are run among as many processes that are not there."""
 
 TABLE_COLUMNS = 120
 """Terminal columns that the table needs."""
@@ -86,10 +90,15 @@ def plan_command(
     updates of training among processes that are not there; and the time that this adds to the
     computation.
     """
-    from chronicals.config import Recipe
+    from chronicals.config import ConfigurationError, Recipe
     from chronicals.config.presets import AUTO_PRESET, LONG_PRESET
 
     make_room_for(output)
+    for name, value in {"link": link, "network": network, "tflops": tflops}.items():
+        if value is not None and not math.isfinite(value):
+            raise ConfigurationError(
+                f"{name}={value}: must be a finite number; give a rate, as 370"
+            )
     in_file = {} if recipe is None else Recipe.read_yaml(recipe)
     unread: dict[str, Any] = {"data": ["not read"]}
     if "data" in {**in_file, **flags}:
@@ -119,6 +128,11 @@ def plan_command(
         longest = longest_document(given, given.config().card_bytes or memory, counts[0])
         given = given.replace(max_seq_length=longest)
     config = given.config()
+    if document_length is not None and document_length > config.max_seq_length:
+        raise ConfigurationError(
+            f"document_length={document_length:g}: is longer than a pack; give at most "
+            f"max_seq_length={config.max_seq_length}"
+        )
     objective = build_objective(config)
     uncounted = objective.unplanned_costs(config)
     machines = Machines(
@@ -151,9 +165,10 @@ def _counts(texts: Sequence[str]) -> list[int]:
     from chronicals.config import ConfigurationError
 
     parts = values_of("gpus", texts)
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and 0 < int(part) <= MOST_CARDS for part in parts):
         raise ConfigurationError(
-            f"gpus={','.join(texts)!r}: give numbers of cards, with commas between several, as 8,64"
+            f"gpus={','.join(texts)!r}: give numbers of cards up to {MOST_CARDS:,}, with commas "
+            "between several, as 8,64"
         )
     return [int(part) for part in parts]
 
