@@ -508,14 +508,20 @@ def test_a_question_in_json_brings_what_was_said_before(within, let_return, monk
 
 def test_quickstart_prints_words_as_they_are(within, let_return, tmp_path):
     from chronicals.training import quickstart
-    from chronicals.training.quickstart import Answer, Quickstart
+    from chronicals.training.quickstart import AnsweredQuestion, Quickstart
     from chronicals.training.run.evaluation import Evaluation
 
     words = " ".join(SAID.split())
     score = Evaluation(1.0, 2.7, 0.5, 10)
     result = types.SimpleNamespace(report=tmp_path / "[x] :100:", model_dir=tmp_path / "model")
     done = Quickstart(
-        3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result, None
+        3,
+        1000,
+        score,
+        score,
+        [AnsweredQuestion("what is [x]:key:?", SAID, SAID, SAID)] * 2,
+        result,
+        None,
     )
     let_return(quickstart, run_quickstart=done)
     said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout

@@ -126,7 +126,8 @@ MUTATIONS = {
         "within = slice(wave.first, wave.end)",
         "within = slice(0, wave.end - wave.first)",
     ),
-    "shares in the order of rows": ("flat[pairs]", "flat[: len(pairs)]"),
+    "shares in the order of pairs": ("shares.reshape(-1)[to.order_S]", "shares.reshape(-1)"),
+    "gradients of shares in the order of places": ("d_shares_S[to.places_S]", "d_shares_S"),
     "no biases in the gradient of shares": ("bias is not None", "False"),
     "gradients of the first adapter at the first experts": (
         'gradients["u1"][rows.within]',

@@ -13,7 +13,7 @@ import torch
 import chronicals
 import families
 from chronicals.models.four_bits import quantise_experts
-from chronicals.moe.offload import copies, engine, slab
+from chronicals.moe.offload import copies, engine, layers, slab
 from chronicals.moe.offload.cpu_share import CpuShare
 from chronicals.moe.offload.errors import ExpertRecordError
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -187,7 +187,7 @@ def test_policies_evict_what_passes_and_nothing_that_is_kept(policy):
 
 def test_experts_of_a_long_pass_leave_before_the_others(monkeypatch):
     """A pass over all experts of a layer must not push out all that others have."""
-    monkeypatch.setattr(engine, "WAVE_BYTES", 1)
+    monkeypatch.setattr(layers, "WAVE_BYTES", 1)
 
     class Scanned(LeastRecentlyUsed):
         def use(self, *experts, passing=False):
@@ -335,16 +335,75 @@ def test_memory_that_cannot_all_be_pinned(most, monkeypatch, caplog):
     memory.close()
 
 
-def test_copies_go_to_their_slot():
-    wrong = mutant(copies, "return rows[slot]", "return rows[0]")
-    records = torch.arange(14, dtype=torch.uint8).split([8, 6])
-    for prefetch in (True, False):
-        for of, right in ((copies, True), (wrong, False)):
-            slots = torch.zeros(3, 8, dtype=torch.uint8)
-            copy_engine = of.CopyEngine(torch.device("cpu"), slots)
-            copy_engine.copy(list(zip(records, (2, 1))), prefetch)
-            assert torch.equal(slots[2], records[0]) == right
-            assert torch.equal(slots[1, :6], records[1]) == right
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_copies_go_to_their_slot(monkeypatch, prefetch):
+    """Whole and in pieces, records of a slot's size and smaller ones."""
+    wrong = mutant(copies, "self._pieces[row] if in_pieces else self._whole[row]", "self._whole[0]")
+    for of, right in ((copies, True), (wrong, False)):
+        monkeypatch.setattr(of, "PREFETCH_PIECE_BYTES", 3)
+        monkeypatch.setattr(of, "PREFETCH_GROUP_BYTES", 16)
+        slots = torch.zeros(3, 8, dtype=torch.uint8)
+        records = torch.arange(1, 17, dtype=torch.uint8).view(2, 8)
+        whole, small = of.Rows(records), of.Rows(records[:, :6])
+        copy_engine = of.CopyEngine(torch.device("cpu"), slots)
+        copy_engine.copy([of.Load(whole, 1, 2)], prefetch)
+        copy_engine.copy([of.Load(small, 0, 1), of.Load(small, 1, 0)], prefetch)
+        assert torch.equal(slots[2], records[1]) == right
+        assert torch.equal(slots[1, :6], records[0, :6]) == right
+        assert torch.equal(slots[0, :6], records[1, :6]) == right
+        assert not slots[:2, 6:].any() or not right
+
+
+class NotedStream(copies.HostStream):
+    """Keeps the events that it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+def test_a_copy_waits_for_what_its_slot_was_used_by(monkeypatch):
+    """By the products that read the slot, and by a copy that no product waited for; once each."""
+    monkeypatch.setattr(copies, "HostStream", NotedStream)
+    slots = torch.zeros(4, 8, dtype=torch.uint8)
+    records = copies.Rows(torch.zeros(4, 8, dtype=torch.uint8))
+    copy_engine = copies.CopyEngine(torch.device("cpu"), slots)
+
+    def copy(*into, prefetch=False):
+        copy_engine.copy([copies.Load(records, 0, slot) for slot in into], prefetch)
+
+    products = NotedStream()
+    copy(0, 1)
+    copy(2, prefetch=True)
+    demanded, prefetched = (copy_engine._awaited[slot] for slot in (0, 2))
+    copy_engine.wait_for([0, 1], products)
+    assert products.waited == [demanded]
+    copy_engine.were_read([0, 1], products)
+    read = copy_engine._read[0]
+    copy(0, 1, 2, 3)
+    assert copy_engine._demand.waited == [read, prefetched]
+    copy_engine.wait_for([0, 1, 2, 3], products)
+    assert len(products.waited) == 2
+    copy_engine.were_read([3], products)
+    last = copy_engine._read[3]
+    copy_engine.copy_before_products([copies.Load(records, 0, 3)], products)
+    copy_engine.wait_for([3], products)
+    assert products.waited[2:] == [last]
+
+
+def test_prefetched_records_are_waited_for_in_groups_of_their_bytes(monkeypatch):
+    monkeypatch.setattr(copies, "PREFETCH_GROUP_BYTES", 20)
+    records = copies.Rows(torch.zeros(5, 8, dtype=torch.uint8))
+    loads = [copies.Load(records, number, number) for number in range(5)]
+    copy_engine = copies.CopyEngine(torch.device("cpu"), torch.zeros(5, 8, dtype=torch.uint8))
+    for prefetch, same in ((True, [0, 0, 1, 1, 2]), (False, [0, 0, 0, 0, 0])):
+        copy_engine.copy(loads, prefetch)
+        events = [copy_engine._awaited[slot] for slot in range(5)]
+        assert [list(dict.fromkeys(events)).index(event) for event in events] == same
+        copy_engine.wait_for([1, 4], copies.HostStream())
+        assert sorted(copy_engine._awaited) == [0, 2, 3]
 
 
 def test_planted_faults_of_the_engine_are_found(monkeypatch):

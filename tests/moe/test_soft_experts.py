@@ -183,10 +183,11 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     begun = []
     copies = engine._copies
 
-    def begin(record, slot, stream, prefetch):
-        assert prefetch, "a copy that something waits for"
-        begun.append(slot)
-        done.discard(slot)
+    def begin(loads, stream, in_pieces, waited):
+        assert in_pieces, "a copy that something waits for"
+        slots = [load.slot for load in loads]
+        begun.extend(slots)
+        done.difference_update(slots)
 
     def wait_for(slots, stream):
         assert set(slots) <= done, "products wait for a copy"

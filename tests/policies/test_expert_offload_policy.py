@@ -1,6 +1,7 @@
 """``memory: [offload_experts]``: whole runs give the same bits, and what cannot be is refused."""
 
 import json
+import math
 import re
 
 import pytest
@@ -162,3 +163,38 @@ def test_the_estimate_has_slots_in_the_place_of_experts(tmp_path):
     both = [expected_memory(facts)[1] for facts in (before, after)]
     saved = both[0].peak("nothing", 0).held - both[1].peak("nothing", 0).held
     assert saved == pytest.approx(experts - asked.expert_bytes, rel=0.02)
+
+
+def test_the_estimate_has_the_dequantised_values_of_a_wave(tmp_path, monkeypatch):
+    """Of experts in NF4; those in 16 or 32 bits are read as they are."""
+    import chronicals
+    from chronicals.models import present
+    from chronicals.models.four_bits import quantise_experts
+    from chronicals.moe.offload import layers
+    from chronicals.policies import Facts
+    from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
+    from chronicals.policies.policy import MemoryLoad
+
+    def beside_slots(given, memory):
+        """Bytes that the policy counts beside the slots, and the engine."""
+        fields = {"use_lora": True, "memory": ["offload_experts"], "expert_memory": memory}
+        config = runs.config(tmp_path, **fields)
+        size = config.expert_bytes
+        streamed = chronicals.offload(given, vram=size, ram="1GiB", device="cpu")
+        load = MemoryLoad(None, 2, 2, 0, 0, False)
+        found = OFFLOAD_EXPERTS.bytes(Facts.of(config, present(streamed)), load)
+        streamed.offload.close()
+        return found.fixed - size, streamed.offload.engine
+
+    def packed():
+        given = model()
+        quantise_experts(given)
+        return given
+
+    found, opened = beside_slots(packed(), "0.02MiB")
+    layer = opened.layers[0]
+    dense = sum(math.prod(form.shape[1:]) * 4 for form in layer.formats.values())
+    assert opened.slots >= layer.count and found == dense * layer.count
+    monkeypatch.setattr(layers, "DENSE_BYTES", 3 * dense + 1)
+    assert beside_slots(packed(), "0.02MiB")[0] == 3 * dense
+    assert beside_slots(model(), "0.06MiB")[0] == 0

@@ -308,9 +308,11 @@ class _StreamedExperts(torch.autograd.Function):
         }
         dy = dy.contiguous()
         of_dy = _quantised(dy, source.in_fp8)
-        flat = shares.reshape(-1)
-        d_shares = torch.zeros(
-            len(flat), dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device
+        # Of all waves at once, in the order of places; a wave has a part of them.
+        shares_S = shares.reshape(-1)[to.order_S]
+        numbers_S = torch.arange(len(to.order_S), dtype=torch.int32, device=dy.device)
+        d_shares_S = dy.new_empty(
+            len(to.order_S), dtype=torch.promote_types(dy.dtype, torch.float32)
         )
         d_rows = dy.new_empty(len(to.order_S), dy.shape[1])
         biases: Tensor | None = None
@@ -321,12 +323,16 @@ class _StreamedExperts(torch.autograd.Function):
             g, thin_dy = input_gradient(
                 of_dy, rows.down, rows.to, True, _scale_of(rows.down), dy.dtype
             )
-            pairs = rows.to.order_S.long()
-            here = torch.arange(len(pairs), dtype=torch.int32, device=dy.device)
-            gradient, scaled, unit, d_of_rows = expert_glu_gradient(
-                g, h[rows.at], flat[pairs], here, gate, has_unit, dense, source.in_fp8
+            gradient, scaled, unit, d_shares_S[rows.at] = expert_glu_gradient(
+                g,
+                h[rows.at],
+                shares_S[rows.at],
+                numbers_S[: len(g)],
+                gate,
+                has_unit,
+                dense,
+                source.in_fp8,
             )
-            d_shares[pairs] = d_of_rows
             if unit is not None and thin_dy is not None:
                 _put_of_second(gradients, rows, dy, thin_dy, unit)
             bias = rows.down.bias_of_experts
@@ -341,7 +347,7 @@ class _StreamedExperts(torch.autograd.Function):
             if gradient is not None and thin_dh is not None:
                 thin_rows = None if thin is None else thin[rows.at]
                 _put_of_first(gradients, rows, gradient, thin_dh, x, thin_rows)
-        d_shares = d_shares.view_as(shares)
+        d_shares = d_shares_S[to.places_S].view_as(shares)
         if biases is not None:
             # Of all experts in one product, as ``fused_experts`` does.
             d_shares = d_shares + product(dy, biases.t(), d_shares.dtype).gather(1, experts)

@@ -17,6 +17,7 @@ from chronicals.models.routed_experts import is_experts
 from chronicals.moe.offload.budget import Budgets, size_words
 from chronicals.moe.offload.events import IO_FILE
 from chronicals.moe.offload.eviction import LeastRecentlyUsed
+from chronicals.moe.offload.layers import wave_dense_bytes
 from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.moe.offload.prediction import Repeating
 from chronicals.patching.expert_offload import hold_experts, open_experts
@@ -59,14 +60,19 @@ class OffloadExperts(Policy):
         return f"{facts.who_asked(self.name)}, {size:.2f} GiB of them on the card at a time"
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
-        """Return ``load`` with the slots in place of the experts, which host memory has."""
+        """Return ``load`` with the slots in place of the experts, which host memory has.
+
+        Dequantised values of a wave are counted once the experts are streamed; before that they are
+        among those of a layer of packed weights.
+        """
         slots = facts.config.expert_bytes or 0
         streamed = list(streamed_experts_of(facts.model))
         if streamed:  # their weights are in no parameter any more
             host = sum(module.bytes for _, module in streamed)
-            return replace(
-                load, fixed=load.fixed + min(slots, host), host={**load.host, self.title: host}
-            )
+            engine = streamed[0][1].source.engine
+            dense = wave_dense_bytes(engine.layers, slots // engine.slot_bytes)
+            held = min(slots, host) + dense
+            return replace(load, fixed=load.fixed + held, host={**load.host, self.title: host})
         values = sum(
             p.numel()
             for module in facts.model.modules()

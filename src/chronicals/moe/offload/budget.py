@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chronicals.moe.offload.engine import (
+from chronicals.moe.offload.layers import (
     SPARE_SLOTS,
     LayerRecords,
     least_slots_of,

@@ -1,10 +1,12 @@
 """Copies of records from host memory into slots, beside the products of the device.
 
-Two streams: what products wait for (demand) goes before what they will want (prefetch), which is
-copied in pieces, so that a demanded record never waits for more than one piece of the bus's time.
+Two streams: what products wait for (demand) goes before what they will want (prefetch). Of that, few
+records are copied in pieces, so that a demanded one never waits for more than one piece of the bus's
+time.
 A slot has at most two events: one behind its copy, for which products of its expert wait and no
 others, and one behind its products, for which the next copy into it waits. Demanded copies that are
-asked for together are waited for together, and share one event; so do the products of a wave. Where
+asked for together are waited for together, and share one event, as small prefetched ones do; so do
+the products of a wave. Where
 the host launches products only after their copies, these go on the stream of the products, which
 then need not wait for any event. Nothing is copied back, and in steady state no memory is allocated.
 On the CPU the same code runs over streams that do everything at once.
@@ -15,13 +17,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 PREFETCH_PIECE_BYTES = 2 << 20
 """Bytes of a piece of a prefetched record: 36 µs of a bus of 55 GB/s."""
+
+MOST_IN_PIECES = 16
+"""Prefetched records of a request that are copied in pieces, at most.
+
+More are those of a pass of many tokens. There a wave demands up to 96 MB at a time, and waits 9 % longer
+for the rest of a record of 9.4 MB at most; in NF4 pieces would be twice as many copies for the host.
+"""
+
+PREFETCH_GROUP_BYTES = 8 << 20
+"""Bytes of prefetched records that are waited for together, but one record at least.
+
+Products wait for at most 0.15 ms of copies of other experts. An event for each record, and its
+wait, take the host as long as a copy of it: of experts in NF4, three records of 2.65 MB share one.
+"""
 
 
 class HostEvent:
@@ -53,8 +69,39 @@ class HostStream:
         """Return at once: all work is done."""
 
 
-Load = tuple[Tensor, int]
-"""A record, uint8 ``[bytes]``, and the slot that it is copied into."""
+class Rows:
+    """Rows of a memory, whole and in pieces; making a view of one takes as long as to copy it.
+
+    Args:
+        memory: uint8 ``[n, bytes]``, of which no two rows overlap.
+
+    Attributes:
+        size: bytes of a row.
+    """
+
+    def __init__(self, memory: Tensor):
+        self.size = memory.shape[1]
+        self._whole = [(row,) for row in memory.unbind()]
+        columns = memory.split(PREFETCH_PIECE_BYTES, dim=1)
+        self._pieces = list(zip(*(column.unbind() for column in columns)))
+
+    def parts(self, row: int, in_pieces: bool) -> tuple[Tensor, ...]:
+        """Return a row, or its pieces, uint8 ``[bytes]`` each."""
+        return self._pieces[row] if in_pieces else self._whole[row]
+
+
+class Load(NamedTuple):
+    """A copy of a record.
+
+    Attributes:
+        records: records of a layer.
+        record: number of the record among them.
+        slot: the slot that it is copied into.
+    """
+
+    records: Rows
+    record: int
+    slot: int
 
 
 class CopyEngine:
@@ -70,7 +117,7 @@ class CopyEngine:
         self.device = device
         self.times = times
         self._slots = slots
-        self._rows: dict[int, tuple[Tensor, ...]] = {}
+        self._rows: dict[int, Rows] = {}
         self._on_card = device.type == "cuda"
         self._demand = self._stream(urgent=True)
         self._prefetch = self._stream(urgent=False)
@@ -112,14 +159,14 @@ class CopyEngine:
             prefetch: no product waits for the copies yet.
         """
         stream = self._prefetch if prefetch else self._demand
-        piece = PREFETCH_PIECE_BYTES if prefetch else None
-        groups = [[load] for load in loads] if prefetch else [loads]
+        in_pieces = prefetch and len(loads) <= MOST_IN_PIECES
+        groups = _groups(loads) if prefetch else [loads]
+        waited = set[Any]()
         with self._on(stream):
             for group in groups:
-                for record, slot in group:
-                    self._copy(record, slot, stream, piece)
+                self._copy(group, stream, in_pieces, waited)
                 filled = self.recorded(stream)
-                self._awaited.update((slot, filled) for _, slot in group)
+                self._awaited.update((load.slot, filled) for load in group)
 
     def copy_before_products(self, loads: Sequence[Load], stream: Any) -> None:
         """Copy records on the stream of products that are launched next.
@@ -128,39 +175,36 @@ class CopyEngine:
             loads: the records and their slots.
             stream: the current stream, as ``current`` returns it.
         """
-        for record, slot in loads:
-            self._copy(record, slot, stream)
+        self._copy(loads, stream, False, set())
 
-    def _copy(self, record: Tensor, slot: int, stream: Any, piece: int | None = None) -> None:
-        """Copy a record into a slot.
+    def _copy(self, loads: Sequence[Load], stream: Any, in_pieces: bool, waited: set[Any]) -> None:
+        """Copy records into slots on a stream, which is the current one.
 
         Args:
-            record: the record.
-            slot: the slot.
-            stream: the stream, which is the current one.
-            piece: bytes of each copy; None for one copy.
+            loads: the records and their slots.
+            stream: the stream.
+            in_pieces: each record is several copies.
+            waited: events that the stream waits for already; new ones are added.
         """
-        # behind the products that read the slot, and a copy into it that nothing waited for
-        for events in (self._read, self._awaited):
-            event = events.pop(slot, None)
-            if event is not None:
-                stream.wait_event(event)
-        into = self._row(slot, record.numel())
-        began = self.recorded(stream) if self.times else None
-        if piece is None:
-            into.copy_(record, non_blocking=True)
-        else:
-            for part, of_record in zip(into.split(piece), record.split(piece)):
+        for load in loads:
+            # behind the products that read the slot, and a copy into it that nothing waited for
+            for events in (self._read, self._awaited):
+                event = events.pop(load.slot, None)
+                if event is not None and event not in waited:
+                    stream.wait_event(event)
+                    waited.add(event)
+            began = self.recorded(stream) if self.times else None
+            into = self._slots_of(load.records.size).parts(load.slot, in_pieces)
+            for part, of_record in zip(into, load.records.parts(load.record, in_pieces)):
                 part.copy_(of_record, non_blocking=True)
-        if self.times:
-            self._timed[slot] = began, self.recorded(stream)
+            if self.times:
+                self._timed[load.slot] = began, self.recorded(stream)
 
-    def _row(self, slot: int, size: int) -> Tensor:
-        """Return the first bytes of a slot. Views of all slots are made once for each size."""
-        rows = self._rows.get(size)
-        if rows is None:
-            rows = self._rows[size] = self._slots[:, :size].unbind()
-        return rows[slot]
+    def _slots_of(self, size: int) -> Rows:
+        """Return the first bytes of all slots, for records of that size."""
+        if size not in self._rows:
+            self._rows[size] = Rows(self._slots[:, :size])
+        return self._rows[size]
 
     def is_filled(self, slot: int) -> bool:
         """Return whether the last copy into a slot is done; the host does not wait."""
@@ -190,3 +234,9 @@ class CopyEngine:
         """Wait for all copies."""
         if self._on_card:
             torch.cuda.synchronize(self.device)
+
+
+def _groups(loads: Sequence[Load]) -> list[Sequence[Load]]:
+    """Return prefetched records in groups that are waited for together."""
+    each = max(1, PREFETCH_GROUP_BYTES // loads[0].records.size)
+    return [loads[first : first + each] for first in range(0, len(loads), each)]

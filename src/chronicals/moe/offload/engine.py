@@ -2,10 +2,12 @@
 
 A pass over a layer takes its chosen experts in the order of their numbers, in waves. While products
 of one wave run, the missing experts of the next are copied; behind the last wave come those that a
-predictor expects in the next layer. A wave waits for the copies of its own experts alone.
+predictor expects in the next layer. A wave waits for the copies of its own experts, and of small ones
+that were copied with them.
 
     slots S:    the experts of a wave, of the next wave, and what the eviction policy keeps
-    waves:      missing experts of at most ``WAVE_BYTES``, and at most half the slots
+    waves:      missing experts of at most ``WAVE_BYTES``, dequantised values of at most
+                ``DENSE_BYTES``, and at most half the slots
 
 Neither budget, policy, predictor nor order changes a result: every expert's rows go through the
 same products of the same bytes.
@@ -13,83 +15,33 @@ same products of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chronicals.moe.offload.copies import CopyEngine, Load
+from chronicals.moe.offload.copies import CopyEngine, Load, Rows
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import EvictionPolicy, Expert
+from chronicals.moe.offload.layers import (
+    LayerRecords,
+    WaveLimits,
+    least_slots_of,
+    slot_bytes_of,
+)
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.slab import HostSlab
-from chronicals.quantization.expert_records import InMemory, Places, RecordLayout, StackFormat
-
-WAVE_BYTES = 96 << 20
-"""Bytes of the missing experts of a wave, at most, but one expert at least.
-
-They take a bus of 55 GB/s 1.8 ms. The host takes about 1 ms to launch the products of a wave in both
-passes, so with fewer bytes copies would wait for it; with more, the products of a layer's first wave
-wait longer, since nothing runs beside its copies.
-"""
-
-DENSE_BYTES = 512 << 20
-"""Bytes of dequantised values of a wave, at most, but those of one expert at least."""
+from chronicals.quantization.expert_records import InMemory, Places
 
 MOST_COMING = 16
 """Copies that are on their way at a time while shared experts stand in."""
-
-SPARE_SLOTS = 2
-"""Slots beside the k experts of a token, at least: for copies beside its products."""
-
-
-@dataclass(frozen=True)
-class LayerRecords:
-    """The experts of a layer.
-
-    Attributes:
-        path: path of their module in the model.
-        formats: of its weights and biases, by name.
-        layout: of its records.
-        first: number of the first expert's record in the slab.
-        each: k, experts of a token.
-    """
-
-    path: str
-    formats: Mapping[str, StackFormat]
-    layout: RecordLayout
-    first: int
-    each: int
-
-    @property
-    def count(self) -> int:
-        """The number E of experts."""
-        return next(iter(self.formats.values())).count
-
-
-class WaveLimits(NamedTuple):
-    """Limits of a wave: experts, and missing ones among them."""
-
-    experts: int
-    missing: int
-
-
-def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
-    """Return the bytes of a slot: of the largest record."""
-    return max(layer.layout.bytes for layer in layers)
-
-
-def least_slots_of(layers: Sequence[LayerRecords]) -> int:
-    """Return the slots that are needed: the k experts of a token and ``SPARE_SLOTS`` more."""
-    return max(layer.each for layer in layers) + SPARE_SLOTS
 
 
 def with_rows(bounds: Sequence[int] | NDArray[np.int32]) -> list[int]:
@@ -127,7 +79,7 @@ class ExpertEngine:
         self._copies: CopyEngine
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
-        self._records: list[tuple[Tensor, ...]] = []
+        self._records: list[Rows] = []
         self._slot_of: dict[Expert, int] = {}
         self._free: list[int] = []
         self._fetched: set[Expert] = set()
@@ -196,7 +148,7 @@ class ExpertEngine:
                 form.to(device)
             self._views[number] = layer.layout.views(self._memory)
         self._records = [
-            self.slab.records(layer.first, layer.count, layer.layout.bytes).unbind()
+            Rows(self.slab.records(layer.first, layer.count, layer.layout.bytes))
             for layer in self.layers
         ]
 
@@ -288,7 +240,7 @@ class ExpertEngine:
         waiting = [(layer, expert) for expert in with_rows(bounds) if expert not in by_cpu]
         first = 0
         passing = len(waiting) * len(self.layers) > self.slots
-        limits = self._limits_of(self.layers[layer])
+        limits = self.layers[layer].limits
         stream = self.current_stream
         wave = self._take(waiting, [], passing, limits, self._copies.copy)
         while wave:
@@ -426,12 +378,6 @@ class ExpertEngine:
             slots[expert] = slot
         self._prefetch(layer, wave, backward=False)
 
-    def _limits_of(self, layer: LayerRecords) -> WaveLimits:
-        """Return what a wave of a layer may have."""
-        dense = sum(form.dense_bytes for form in layer.formats.values())
-        experts = max(1, DENSE_BYTES // dense) if dense else self.slots
-        return WaveLimits(experts, max(1, WAVE_BYTES // layer.layout.bytes))
-
     def _take(
         self,
         waiting: list[Expert],
@@ -497,13 +443,16 @@ class ExpertEngine:
         """
         for layer, expert in experts:
             self._check_record(layer, expert)
-        loads = list(zip(experts, self._emptied(len(experts), kept, spared)))
-        copy([(self._records[layer][expert], slot) for (layer, expert), slot in loads])
-        for (layer, expert), slot in loads:
-            self._slot_of[layer, expert] = slot
+        slots = self._emptied(len(experts), kept, spared)
+        held = experts[: len(slots)]
+        if not held:
+            return []
+        copy([Load(self._records[layer], e, slot) for (layer, e), slot in zip(held, slots)])
+        self._slot_of.update(zip(held, slots))
+        for (layer, expert), slot in zip(held, slots):
             size = self.layers[layer].layout.bytes
             self.log.load(layer, expert, size, self._copies.timing(slot))
-        return experts[: len(loads)]
+        return held
 
     def _check_record(self, layer: int, expert: int) -> None:
         """Raise ExpertRecordError if a record is not what was loaded."""
@@ -550,8 +499,6 @@ class ExpertEngine:
             passing: the slots could not keep as many experts of all layers.
         """
         missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
-        if not missing:
-            return []
         copy = partial(self._copies.copy, prefetch=True)
         fetched = self._load(missing[:most], {*kept, *wanted}, [], copy)
         self._fetched.update(fetched)

@@ -147,6 +147,7 @@ class HostLook:
         asked: what the host has to know, int32.
 
     Attributes:
+        read: what was asked, on the host, once the graph before has run.
         slots: int32 ``[E]`` on the device, the slot of each expert, when the products run.
     """
 
@@ -156,9 +157,9 @@ class HostLook:
         self._stream = engine.current_stream
         on_card = asked.device.type == "cuda"
         count = engine.layers[layer].count
-        read = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
-        read.copy_(asked, non_blocking=True)
-        self._read = read.numpy()
+        received = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
+        received.copy_(asked, non_blocking=True)
+        self.read = received.numpy()
         self._sent = torch.full((count,), -1, dtype=torch.int32, pin_memory=on_card)
         self._numbers = self._sent.numpy()
         self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
@@ -169,7 +170,7 @@ class HostLook:
         Slots of experts without rows stay those of earlier steps; nothing reads them.
         """
         self._stream.synchronize()
-        self.engine.bring(self.layer, self._read, self._numbers, self._stream)
+        self.engine.bring(self.layer, self.read, self._numbers, self._stream)
         self.slots.copy_(self._sent, non_blocking=True)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from chronicals.models.routed_experts import is_experts
 from chronicals.moe.offload.budget import Budgets
-from chronicals.moe.offload.engine import ExpertEngine, LayerRecords
+from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.layers import LayerRecords
 from chronicals.moe.offload.module import LayerSource, StreamedExperts
 from chronicals.moe.offload.slab import HostSlab, filling
 from chronicals.quantization.expert_records import RecordLayout, StackFormat
