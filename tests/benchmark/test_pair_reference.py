@@ -396,10 +396,10 @@ def test_the_losses_of_the_reference_are_the_papers():
     """By sigmoids and odds themselves."""
     work = SimpleNamespace(beta=0.1)
     part = [Pair([1], [2, 3], [4])]
-    scores = pair_reference.Scores(
+    scores = pair_reference.PairScores(
         *(torch.tensor([value]) for value in (-1.0, -2.0, 2.0, 1.0, -1.0))
     )
-    start = pair_reference.Scores(
+    start = pair_reference.PairScores(
         *(torch.tensor([value]) for value in (-1.5, -1.5, 2.0, 1.0, -1.5))
     )
     margin = 0.1 * ((-1.0 + 1.5) - (-2.0 + 1.5))

@@ -19,7 +19,7 @@ from chronicals.cards.rates import (
     Rates,
     between,
     is_named,
-    keep,
+    keep_rates,
     rates_folder,
     rates_here,
     rates_of,
@@ -63,14 +63,14 @@ def test_names_of_cards(card, name, same):
 def test_measured_rates_come_before_records_and_these_before_data_sheets():
     assert rates_of("H100").source == RECORD and rates_of("NVIDIA H200").source == MEASURED
     assert rates_of("L4").source == DATA_SHEET
-    path = keep(measured())
+    path = keep_rates(measured())
     assert rates_of("L4").source == MEASURED and path.parent == rates_folder()
     assert "NVIDIA-L4" in path.name and "torch-2.11.0" in path.name
 
 
 def test_of_several_measurements_of_a_card_the_newest_counts():
-    old = keep(measured(copy=1e11))
-    keep(measured(copy=2e11, torch="2.13.0"))
+    old = keep_rates(measured(copy=1e11))
+    keep_rates(measured(copy=2e11, torch="2.13.0"))
     assert len(list(rates_folder().iterdir())) == 2
     assert rates_of("L4").copy == 2e11
     os.utime(old, (2e9, 2e9))
@@ -79,7 +79,7 @@ def test_of_several_measurements_of_a_card_the_newest_counts():
 
 def test_what_is_kept_is_what_was_measured():
     kept = measured()
-    assert Rates.from_dict(json.loads(keep(kept).read_text())) == kept
+    assert Rates.from_dict(json.loads(keep_rates(kept).read_text())) == kept
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_name_of_no_card_or_of_several(name, words):
 
 
 def test_a_spoilt_file_is_named():
-    path = keep(measured())
+    path = keep_rates(measured())
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "copy": 0}))
     with pytest.raises(ConfigurationError, match=r"NVIDIA-L4.*copy=0.*delete the file"):

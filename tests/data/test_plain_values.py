@@ -16,7 +16,7 @@ from chronicals.data import DataError, Tokenizer, build_store, create_dataloader
 from chronicals.data.kinds.rows import DOCUMENT_KINDS
 from chronicals.data.making.worker import chunk_of_frame, frame_of_chunk
 from chronicals.data.reading.plain_values import is_missing, list_items
-from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, Chunk, parsed
+from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, RowChunk, parsed
 
 ASKED = {"role": "user", "content": "what is 2?"}
 ANSWERED = {"role": "assistant", "content": "two"}
@@ -359,7 +359,7 @@ def test_other_processes_see_pictures_too():
     than that there are some.
     """
     rows = [{**ROWS["text"], "images": images} for images in (["a.png"], [], float("nan"), None)]
-    header, body = frame_of_chunk(Chunk(0, ["row"] * len(rows), rows))
+    header, body = frame_of_chunk(RowChunk(0, ["row"] * len(rows), rows))
     sent = [parsed(line)["images"] for line in chunk_of_frame(header, body).records]
     assert sent == [1, 0, 0, None]
 

@@ -34,7 +34,7 @@ from chronicals.data.making.worker import (
     write_frame,
 )
 from chronicals.data.reading import records
-from chronicals.data.reading.records import BadRow, Chunk, Line, chunks_of, parsed
+from chronicals.data.reading.records import BadRow, Line, RowChunk, chunks_of, parsed
 from process_groups import members, wait_until
 
 WIDTH = 32
@@ -381,7 +381,7 @@ def test_the_configuration_sets_how_many(tmp_path, record_calls):
 def test_frames_come_as_they_went():
     line = Line(b'\xef\xbb\xbf{"text": "b"}\r\n')
     bad = BadRow("why", "wrong_type")
-    chunk = Chunk(
+    chunk = RowChunk(
         12,
         ["a", "b", "c", "d"],
         [{"text": "é\u2028🙂", "price": object()}, line, bad, {"id": None}],
@@ -410,7 +410,7 @@ def test_frames_come_as_they_went():
     ids=repr,
 )
 def test_a_row_that_would_come_back_as_another_does_not_go(row):
-    assert frame_of_chunk(Chunk(0, ["a"], [row])) is None
+    assert frame_of_chunk(RowChunk(0, ["a"], [row])) is None
 
 
 def test_every_name_of_the_room_is_there():

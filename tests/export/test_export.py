@@ -34,7 +34,7 @@ from chronicals.export import (
 )
 from chronicals.export.adapter import GGUFAdapter
 from chronicals.export.gguf import GGUFModel
-from chronicals.export.hub import UploadError, card
+from chronicals.export.hub import UploadError, hub_card
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.proof import cross_entropy, largest_error
 from chronicals.export.whole import make_compatible, older_names
@@ -559,7 +559,7 @@ def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
     }
     (folder / "resume.yaml").write_text(yaml.safe_dump(recipe))
     given = source.SourceModel(replace(SavedModel.find(folder), base=None), folder / "model")
-    text = card(given, "x", "merged", Proof({}))
+    text = hub_card(given, "x", "merged", Proof({}))
     assert "base_model: someone/small" in text and "| learning_rate | 0.001 |" in text
     assert "| data | rows.jsonl |" in text and "secret" not in text
 

@@ -10,7 +10,7 @@ import transformers
 import families
 import mixtures
 from chronicals.generation.engine import Engine, why_not_served
-from chronicals.generation.layout import Layout
+from chronicals.generation.layout import CacheLayout
 from chronicals.generation.passes import Latents, Probe, attending_pages, run_pass
 from chronicals.generation.requests import Request
 from chronicals.generation.schedule import EngineSettings, Prompt
@@ -78,7 +78,7 @@ def as_small_as_possible(model, asked):
     sizes = probed(model)
     windowed = any(one.window for one in sizes.values())
     settings = EngineSettings(None, PAGE, slots=6, chunk_tokens=5 if windowed else 50)
-    layout = Layout(sizes, torch.device("cpu"), settings)
+    layout = CacheLayout(sizes, torch.device("cpu"), settings)
     alone = [layout.alone(Prompt(Request(prompt, NEW), 0, NEW)) for prompt in asked]
     return replace(settings, cache_memory=max(map(layout.bytes, alone)))
 

@@ -9,7 +9,7 @@ import torch
 import families
 from chronicals.generation import engine as engine_module
 from chronicals.generation.engine import Engine
-from chronicals.generation.layout import Layout, TooLarge
+from chronicals.generation.layout import CacheLayout, TooLarge
 from chronicals.generation.pages import SCRATCH_PAGE, LayerSizes, PagePool, WindowPool
 from chronicals.generation.requests import Ending, Request
 from chronicals.generation.sampling import Sampling
@@ -57,7 +57,7 @@ def tightest(model, asked, **sizes):
     settings = EngineSettings(None, **{"page_size": PAGE, "slots": 6, "chunk_tokens": 4, **sizes})
     engine = Engine(model, settings)
     engine.generate([Request(asked[0].prompt, 1)])
-    layout = Layout(engine._layout.sizes, torch.device("cpu"), settings)
+    layout = CacheLayout(engine._layout.sizes, torch.device("cpu"), settings)
     alone = [layout.alone(Prompt(one, 0, one.max_new_tokens)) for one in asked]
     return replace(settings, cache_memory=max(map(layout.bytes, alone)))
 
@@ -127,7 +127,7 @@ def test_a_long_answer_takes_no_more_than_its_window():
         settings = EngineSettings(page_size=PAGE, chunk_tokens=4, steps_a_look=1)
         engine = Engine(model, settings)
         engine.generate([Request([5], 1)])
-        layout = Layout(engine._layout.sizes, torch.device("cpu"), settings)
+        layout = CacheLayout(engine._layout.sizes, torch.device("cpu"), settings)
         pages = layout.within(2**30, [Prompt(request, 0, 400)])
         token = sum(sizes.bytes for sizes in layout.sizes.values())
         taken[name] = layout.bytes(pages) / (402 * token)
@@ -213,5 +213,5 @@ def test_layers_of_the_same_window_are_one_group():
         torch.nn.Linear(1, 1): LayerSizes(2, 8, 8, torch.float32, window=window)
         for window in (6, None, 6, 9)
     }
-    layout = Layout(sizes, torch.device("cpu"), EngineSettings(page_size=4))
+    layout = CacheLayout(sizes, torch.device("cpu"), EngineSettings(page_size=4))
     assert layout.page_bytes == {None: 512, 6: 1024, 9: 512}

@@ -14,7 +14,7 @@ from chronicals.objectives.advantages import (
     summed_rewards,
     without_variance,
 )
-from chronicals.objectives.policy_gradient import Answers, divergence, importance_weights
+from chronicals.objectives.drawn_answers import Answers, divergence, importance_weights
 
 NAN = float("nan")
 

@@ -682,7 +682,7 @@ def with_another_sign(chosen, rejected):
     return -torch.nn.functional.logsigmoid(rejected - chosen)
 
 
-def without_centering(self, pairs, right=reward.Reward.terms):
+def without_centering(self, pairs, right=reward.RewardObjective.terms):
     return right(self, pairs) | {"centering": Term(torch.zeros(()), 0.0)}
 
 
@@ -693,7 +693,7 @@ def of_the_token_before(model, states, batch, right=reward.document_scores):
 FAULTS = {
     "sign": (reward, "bradley_terry_losses", with_another_sign),
     "token before the last": (reward, "document_scores", of_the_token_before),
-    "centering left out": (reward.Reward, "terms", without_centering),
+    "centering left out": (reward.RewardObjective, "terms", without_centering),
 }
 
 

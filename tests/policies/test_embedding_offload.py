@@ -13,7 +13,7 @@ from chronicals.memory.peak import FROZEN_WEIGHTS, HEAD_COPY
 from chronicals.models.host_tables import table_of
 from chronicals.policies import Facts, decide, embedding_offload
 from chronicals.policies.exclusions import why_excluded
-from chronicals.policies.fit import combinations, fits, leanest_first
+from chronicals.policies.fit import combinations, leanest_first, run_fits
 from chronicals.policies.needed_memory import expected_memory
 from chronicals.policies.policy import POLICIES
 from chronicals.training.run.callbacks import Callback
@@ -110,7 +110,7 @@ def test_fit_takes_it_only_where_nothing_else_fits(tmp_path):
     least = min(held(config) for config in configs if not OFFLOAD.asked(config))
     assert least - min(map(held, asking)) > TABLE
     smaller = replace(facts, total=int((least - TABLE) / 0.9))
-    found = [c for c in configs if fits(replace(smaller, config=c))]
+    found = [c for c in configs if run_fits(replace(smaller, config=c))]
     assert found and all(map(OFFLOAD.asked, found))
 
 

@@ -27,8 +27,8 @@ from chronicals.policies.fit import (
     fit_settings,
     least_seconds,
     offers,
+    on_cards,
     refuse_what_no_setting_fits,
-    spread,
     what_would_do,
 )
 from chronicals.policies.model_sizes import ModelSizes
@@ -280,7 +280,7 @@ def test_what_no_setting_fits_names_the_card_and_the_number_that_would_do():
     smaller = CARDS[CARDS.index(card) - 1] if card > CARDS[0] else 2.5
     assert not fit_settings(replace(given, total=int(smaller * GB))).taken.fits
     assert fit_settings(replace(given, total=card * GB)).taken.fits
-    assert can_fit(spread(given, count)) and not can_fit(spread(given, count // 2))
+    assert can_fit(on_cards(given, count)) and not can_fit(on_cards(given, count // 2))
     assert "max_seq_length=1024" in words and "check_memory=False" in words
     unchecked = replace(given, config=given.config.replace(check_memory=False))
     refuse_what_no_setting_fits(fit_settings(unchecked))

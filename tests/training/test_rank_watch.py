@@ -17,7 +17,7 @@ from chronicals.distributed import RankWatch, presence, watch
 from chronicals.training import TrainingError
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import check_checkpoint, checkpoints
-from chronicals.training.step.metrics import Moment, PendingMetrics
+from chronicals.training.step.metrics import DeviceMoment, PendingMetrics
 
 pytestmark = [pytest.mark.of_file(4), pytest.mark.slow]
 
@@ -314,7 +314,7 @@ def test_each_micro_batch_that_the_card_is_done_with_counts():
     passes = [
         SimpleNamespace(wait=lambda number=number: seen.append(number)) for number in range(3)
     ]
-    began = Moment(torch.device("cpu"))
+    began = DeviceMoment(torch.device("cpu"))
     scalars = {name: torch.ones(()) for name in ("loss", "grad_norm", "applied")}
     known = {"step": 1, "learning_rate": 0.1, "tokens": 9, "targets": 9, "fill": 1.0, "epoch": 0.5}
     metrics = PendingMetrics(scalars, began, passes, **known).arrive(lambda: seen.append("passed"))

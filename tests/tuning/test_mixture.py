@@ -10,7 +10,7 @@ from chronicals.config import ConfigurationError
 from chronicals.models import load_model
 from chronicals.tuning.default_space import default_space
 from chronicals.tuning.mixture import make_model
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 from mixtures import mixture
 
 pytest.importorskip("optuna")
@@ -48,17 +48,17 @@ def test_a_model_of_other_sizes_is_made_with_the_seed(native, tmp_path):
 )
 def test_a_size_that_there_is_not(native, dimension, said):
     with pytest.raises(ConfigurationError, match=said):
-        Space.of({dimension: [1, 2]}, of(native), "loss")
+        SearchSpace.of({dimension: [1, 2]}, of(native), "loss")
 
 
 def test_weights_that_are_trained_are_not_thrown_away(native, tmp_path):
     tuned = {"moe.num_experts": [4, 8]}
     (native / "chronicals.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="is trained, and a model of another size"):
-        Space.of(tuned, of(native), "loss")
+        SearchSpace.of(tuned, of(native), "loss")
     tiny.llama().save_pretrained(tmp_path / "llama")
     with pytest.raises(ConfigurationError, match="is no native mixture"):
-        Space.of(tuned, of(tmp_path / "llama"), "loss")
+        SearchSpace.of(tuned, of(tmp_path / "llama"), "loss")
 
 
 def test_the_space_of_a_mixture_has_its_sizes_and_router_weights(native):
@@ -72,7 +72,7 @@ def test_the_space_of_a_mixture_has_its_sizes_and_router_weights(native):
         "moe.lookahead_tokens",
     }
     assert {"router.balance", "router.temporal", "router.token_ahead"} <= space.keys()
-    assert Space.of(space, of(native), "loss").own()["moe.num_experts"] == 5
+    assert SearchSpace.of(space, of(native), "loss").own()["moe.num_experts"] == 5
     assert not any(name.startswith("moe.") for name in default_space(of(native.parent), "loss"))
 
 

@@ -8,7 +8,7 @@ import pytest
 from chronicals.config import Recipe
 from chronicals.tuning.search import Search, by_score, importances
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 from chronicals.tuning.trial import State, Trial
 
 pytest.importorskip("optuna")
@@ -23,7 +23,9 @@ RANGES = {
 
 def search(seed=42, tune=None, units=9, **settings):
     recipe = Recipe(model="m", data="d", validation_split=0.1)
-    return Search(Space.of(tune or RANGES, recipe, "loss"), StudySettings(**settings), seed, units)
+    return Search(
+        SearchSpace.of(tune or RANGES, recipe, "loss"), StudySettings(**settings), seed, units
+    )
 
 
 def planted(params):
@@ -193,7 +195,7 @@ def test_without_a_pruner_nobody_is_given_up():
 def test_a_choice_may_be_of_lists_and_of_nothing():
     tune = {"lora_target_modules": [["q_proj"], ["q_proj", "v_proj"], None]}
     recipe = Recipe(model="m", data="d", use_lora=True)
-    asked = Search(Space.of(tune, recipe, "loss"), StudySettings(), 42, 1)
+    asked = Search(SearchSpace.of(tune, recipe, "loss"), StudySettings(), 42, 1)
     trials = searched(asked, lambda params: len(params["lora_target_modules"] or ()), 3)
     assert {str(t.params["lora_target_modules"]) for t in trials} == {
         "['q_proj']",

@@ -20,7 +20,7 @@ from chronicals.tuning.run_process import MetricsTail
 from chronicals.tuning.scores import held_out_score
 from chronicals.tuning.search import Search, by_score
 from chronicals.tuning.settings import StudySettings, divided
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 from chronicals.tuning.trial import State, Trial
 
 pytest.importorskip("optuna")
@@ -127,7 +127,10 @@ def test_the_recipe_of_the_page_is_a_study():
     recipe = Recipe(**yaml.safe_load(text))
     settings, dimensions = divided(recipe.tune)
     assert settings == StudySettings()
-    assert [*Space.of(dimensions, recipe, "loss").dimensions] == ["learning_rate", "lora_rank"]
+    assert [*SearchSpace.of(dimensions, recipe, "loss").dimensions] == [
+        "learning_rate",
+        "lora_rank",
+    ]
 
 
 def test_the_page_names_all_settings():
@@ -159,7 +162,7 @@ def test_the_best_rate_of_a_real_task_is_that_of_a_grid(tmp_path):
         grid[rate] = held_out_loss(tmp_path / f"grid-{number}", rate, rows)
     best = min(grid, key=lambda rate: grid[rate])
     recipe = Recipe(model="m", data="d", learning_rate=2e-4)
-    space = Space.of({"learning_rate": [1e-4, 1e-1, "log"]}, recipe, "loss")
+    space = SearchSpace.of({"learning_rate": [1e-4, 1e-1, "log"]}, recipe, "loss")
     settings = StudySettings(metric="loss")
     search = Search(space, settings, 42, 1)
     trials = []

@@ -9,7 +9,7 @@ from chronicals.tuning.journal import export
 from chronicals.tuning.report import LEAST_FOR_IMPORTANCE, write_report
 from chronicals.tuning.search import Search
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Choice, Interval, Space
+from chronicals.tuning.space import Choice, Interval, SearchSpace
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
@@ -24,7 +24,7 @@ def study(tmp_path, complete):
     made.folder.mkdir()
     made.begin({"space": TUNE})
     recipe = Recipe(model="m", data="d")
-    search = Search(Space.of(TUNE, recipe, "loss"), StudySettings(metric="loss"), 42, 3)
+    search = Search(SearchSpace.of(TUNE, recipe, "loss"), StudySettings(metric="loss"), 42, 3)
     trials = []
     for number in range(complete):
         params = search.next_params(trials)
@@ -71,7 +71,7 @@ def test_importance_is_shown_from_enough_trials(tmp_path):
 def test_a_study_without_a_score_has_a_report(tmp_path):
     made = Study(tmp_path)
     made.begin({})
-    space = Space.of(TUNE, Recipe(model="m", data="d"), "loss")
+    space = SearchSpace.of(TUNE, Recipe(model="m", data="d"), "loss")
     write_report(made, Search(space, StudySettings(metric="loss"), 42, 1))
     assert "there are 0" in (tmp_path / "report.html").read_text()
 

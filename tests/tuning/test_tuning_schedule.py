@@ -7,7 +7,7 @@ from chronicals.config import ConfigurationError
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.schedule import Budget, Trunk, WholeSchedules, schedule_of
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 
 BUDGET = Budget(steps=180, batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-4)
 
@@ -19,7 +19,7 @@ def schedule(tmp_path, tuned=None, budget=BUDGET, own=(), **settings):
         batch_size=budget.batch_size,
         gradient_accumulation_steps=budget.gradient_accumulation_steps,
     )
-    space = Space.of(tuned or {"learning_rate": [1e-5, 1e-3, "log"]}, made, settings.metric)
+    space = SearchSpace.of(tuned or {"learning_rate": [1e-5, 1e-3, "log"]}, made, settings.metric)
     return schedule_of(budget, settings, space), space
 
 

@@ -11,11 +11,11 @@ from chronicals.tuning import fields
 from chronicals.tuning.default_space import STRENGTH, default_metric, default_space
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.settings import divided
-from chronicals.tuning.space import Choice, Interval, Space
+from chronicals.tuning.space import Choice, Interval, SearchSpace
 
 
 def space(tmp_path, metric="loss", tuned=None, **own):
-    return Space.of(tuned, recipe(tmp_path, **own), metric)
+    return SearchSpace.of(tuned, recipe(tmp_path, **own), metric)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_every_objective_has_a_space(tmp_path, name, use_lora):
     rewards = {"rewards": ["arithmetic"]} if name in ("grpo", "rloo") else {}
     own = recipe(tmp_path, objective=name, use_lora=use_lora, **section, **rewards)
     metric = default_metric(name)
-    made = Space.of(default_space(own, metric), own, metric)
+    made = SearchSpace.of(default_space(own, metric), own, metric)
     assert "learning_rate" in made.dimensions
     assert ("lora_rank" in made.dimensions) is use_lora
     if name in STRENGTH:
@@ -191,7 +191,7 @@ def test_every_objective_has_a_space(tmp_path, name, use_lora):
 
 def test_the_space_of_a_speed_leaves_what_is_learned(tmp_path):
     own = recipe(tmp_path, validation_split=0.0)
-    made = Space.of(default_space(own, SPEED), own, SPEED)
+    made = SearchSpace.of(default_space(own, SPEED), own, SPEED)
     assert {"batch_size", "memory", "logits_chunk_size"} == made.dimensions.keys()
 
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from chronicals.ui.commands import Answer, Commands
+from chronicals.ui.commands import CommandEnd, Commands
 
 ECHO = """
 import os, sys, time
@@ -51,5 +51,5 @@ def test_a_command_that_takes_too_long_is_killed(commands):
 
 
 def test_an_answer_has_values_or_an_error():
-    assert Answer(0, '{"a": 1}', "note").values == {"a": 1}
-    assert Answer(1, "", "a warning\nerror b: wrong; do this\n").error == "b: wrong; do this"
+    assert CommandEnd(0, '{"a": 1}', "note").values == {"a": 1}
+    assert CommandEnd(1, "", "a warning\nerror b: wrong; do this\n").error == "b: wrong; do this"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from chronicals.ui.jobs import JOB, LAUNCHED, STARTED, Job, Jobs, command_of, shown
+from chronicals.ui.jobs import JOB, LAUNCHED, STARTED, Job, Jobs, command_of, typed_command
 from chronicals.ui.place import Place, read_record, write_record
 from chronicals.ui.processes import ask_to_stop, is_running, start_time
 from chronicals.ui.queues import Queues
@@ -122,7 +122,7 @@ def test_a_job_is_launched_once(jobs):
 def test_the_command_that_is_shown_is_the_one_that_runs(jobs):
     job = jobs.create(jobs.new_folder("sft"), "sft", ["train", "a b.yaml"], "1")
     record = json.loads((job.folder / JOB).read_text())
-    assert job.shown == shown(["train", "a b.yaml"]) == "chronicals train 'a b.yaml'"
+    assert job.shown == typed_command(["train", "a b.yaml"]) == "chronicals train 'a b.yaml'"
     assert record["command"] == command_of(["train", "a b.yaml"])
     assert record["command"][1:3] == ["-m", "chronicals.cli"]
     assert record["environment"]["CUDA_VISIBLE_DEVICES"] == "1"

@@ -154,7 +154,7 @@ def round_file(out: Path, number: int) -> Path:
 class Clock:
     """Marks between steps, by CUDA events on a card, without a synchronisation before ``seconds``.
 
-    The ``Moment`` of our training does the same; peers' processes do not import it, because our
+    The ``DeviceMoment`` of our training does the same; peers' processes do not import it, because our
     training patches parts of transformers.
     """
 

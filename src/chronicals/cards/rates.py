@@ -53,7 +53,7 @@ BF16 = "bf16"
 FP8 = "fp8"
 FP32 = "fp32"
 
-Curve = tuple[tuple[float, float], ...]
+RateCurve = tuple[tuple[float, float], ...]
 """Points (x, rate), x ascending."""
 
 
@@ -104,7 +104,7 @@ class Rates:
     copy: float
     elementwise: float
     dequantise: float
-    products: Mapping[str, Curve]
+    products: Mapping[str, RateCurve]
     attention: tuple[AttentionRate, ...]
     host: float
     launch: float
@@ -175,7 +175,7 @@ class Rates:
         return between(forward, length), between(backward, length)
 
 
-def between(curve: Curve, x: float) -> float:
+def between(curve: RateCurve, x: float) -> float:
     """Return the rate at ``x``, from a line between the points in logarithms of both.
 
     Below the first point the rate falls with ``x``, as where bytes decide; above the last it stays.
@@ -196,7 +196,7 @@ def rates_folder() -> Path:
     return Path(root) / "chronicals" / "rates"
 
 
-def keep(rates: Rates) -> Path:
+def keep_rates(rates: Rates) -> Path:
     """Write measured rates to the cache folder, and return the file.
 
     Its name has the card and the versions; an earlier measurement of both is replaced.
@@ -222,7 +222,7 @@ def rates_of(name: str) -> Rates:
     known: list[Callable[[], Sequence[Rates]]] = [_kept, _recorded, _of_data_sheets]
     for read in known:
         found = {rates.card: rates for rates in read() if is_named(rates.card, name)}
-        exact = [rates for card, rates in found.items() if words_of(card) == words_of(name)]
+        exact = [rates for card, rates in found.items() if card_words(card) == card_words(name)]
         if len(found) > 1 and not exact:
             raise ConfigurationError(
                 f"card={name!r}: it is the name of {', '.join(sorted(found))}; give one of them"
@@ -270,14 +270,14 @@ def is_named(card: str, name: str) -> bool:
 
     Cards of laptops have other rates than those of the same name.
     """
-    own = words_of(card)
-    asked = words_of(name)
+    own = card_words(card)
+    asked = card_words(name)
     return (
         bool(asked) and (asked <= own or own <= asked) and ("LAPTOP" in own) == ("LAPTOP" in asked)
     )
 
 
-def words_of(name: str) -> set[str]:
+def card_words(name: str) -> set[str]:
     """Return the words of a card's name in capitals, without its makers' names."""
     words = set(re.findall(r"[A-Z0-9]+", name.upper()))
     return words - {"NVIDIA", "GEFORCE", "TESLA"}
@@ -356,5 +356,5 @@ def by_data_sheet(sheet: DataSheet, reached: Rates, specified: DataSheet) -> Rat
     )
 
 
-def _scaled(curve: Curve, x: float, rate: float) -> Curve:
+def _scaled(curve: RateCurve, x: float, rate: float) -> RateCurve:
     return tuple((point * x, value * rate) for point, value in curve)

@@ -166,7 +166,8 @@ def show(
                 f"{int(store.targets[number]):,} of them trained"
             )
             console.print(
-                drawn(ids, trained, tokenizer, marks=not console.is_terminal), soft_wrap=True
+                drawn_document(ids, trained, tokenizer, marks=not console.is_terminal),
+                soft_wrap=True,
             )
         console.print()
         for line in packs(plan_epoch(store, config), store):
@@ -221,7 +222,7 @@ def _answer(store: TokenStore, number: int) -> str:
     return f", {name}{remark}"
 
 
-def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
+def drawn_document(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
     """Return a document's tokens as text, in spans of trained and other tokens.
 
     Special tokens are included.

@@ -102,10 +102,10 @@ def _measure_rates(as_json: bool) -> None:
     from rich.console import Console
 
     from chronicals.benchmark.card_rates import measure_card
-    from chronicals.cards.rates import Rates, keep
+    from chronicals.cards.rates import Rates, keep_rates
 
     measured = Rates.from_dict(measure_card())
-    path = keep(measured)
+    path = keep_rates(measured)
     if as_json:
         print(to_json({"file": str(path), "rates": measured.to_dict()}, indent=2))  # noqa: T201
         return

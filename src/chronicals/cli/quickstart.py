@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from chronicals.cli.noise import keep_in
 
-Kind = Literal["sft", "dpo", "grpo"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from chronicals.training.quickstart import Preferences, Quickstart, Rewarded
+
+QuickstartKind = Literal["sft", "dpo", "grpo"]
+
+FURTHER = {"dpo": "preference", "grpo": "rewarded"}
+"""Folders of the training behind the first one, in that of the quickstart, by its objective."""
 
 
 def quickstart_command(
@@ -18,7 +27,7 @@ def quickstart_command(
     ] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
     objective: Annotated[
-        Kind,
+        QuickstartKind,
         typer.Option(
             help="sft; or dpo, then preference tuning of the trained model, too; or grpo, then "
             "training on rewards of its own answers"
@@ -39,12 +48,8 @@ def quickstart_command(
 
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from chronicals.distributed import require_one_process
-    from chronicals.training.errors import Interrupted, TrainingError
-    from chronicals.training.quickstart import run_preferences, run_quickstart, run_rewards
-    from chronicals.training.run.resume import how_to_resume
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     require_one_process("quickstart")
@@ -52,33 +57,68 @@ def quickstart_command(
         _require_ours(folder)
         shutil.rmtree(folder)
     keep_in(folder)
-    preferences = None
-    rewarded = None
+    done, further = _run(folder, seed, objective)
+    _show(done, console)
+    last = done.result
+    trained = folder
+    if further is not None:
+        console.print()
+        if objective == "dpo":
+            console.print(_preferences_table(further))
+        else:
+            console.print(_rewards_table(further))
+        last = further.result
+        trained = folder / FURTHER[objective]
+    console.print(
+        f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  "
+        f"{escape(str(last.model_dir))}"
+    )
+    console.print("\nnext, on your own data:")
+    console.print(
+        "  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora"
+    )
+    console.print(
+        f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}"
+    )
+
+
+def _run(folder: Path, seed: int, objective: QuickstartKind) -> tuple[Quickstart, Any]:
+    """Train as the command asks; return the first training, and the one behind it or None.
+
+    Raises:
+        Interrupted, TrainingError: the message says how to begin anew, since a quickstart has no
+            recipe to resume from.
+    """
+    from chronicals.training import quickstart
+    from chronicals.training.errors import Interrupted, TrainingError
+    from chronicals.training.run.resume import how_to_resume
+
     try:
         if objective == "dpo":
-            done, preferences = run_preferences(folder, seed)
-        elif objective == "grpo":
-            done, rewarded = run_rewards(folder, seed)
-        else:
-            done = run_quickstart(folder, seed)
+            return quickstart.run_preferences(folder, seed)
+        if objective == "grpo":
+            return quickstart.run_rewards(folder, seed)
+        return quickstart.run_quickstart(folder, seed), None
     except (Interrupted, TrainingError) as error:
-        # A quickstart has no recipe to resume from.
         anew = "start chronicals quickstart again, which begins anew"
         text = str(error)
-        for run in (folder, folder / "preference", folder / "rewarded"):
+        for run in (folder, *(folder / name for name in FURTHER.values())):
             text = text.replace(how_to_resume(run), anew)
         raise type(error)(text) from error
-    table = Table(
-        "held out",
-        "before",
-        "after",
-        title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters",
-    )
-    table.add_row("loss", f"{done.before.loss:.3f}", f"{done.after.loss:.3f}")
-    table.add_row("perplexity", f"{done.before.perplexity:,.1f}", f"{done.after.perplexity:,.1f}")
-    table.add_row(
-        "token accuracy", f"{done.before.token_accuracy:.1%}", f"{done.after.token_accuracy:.1%}"
-    )
+
+
+def _show(done: Quickstart, console: Console) -> None:
+    """Print held-out figures, and answers, before and after training."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    before = done.before
+    after = done.after
+    title = f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters"
+    table = Table("held out", "before", "after", title=title)
+    table.add_row("loss", f"{before.loss:.3f}", f"{after.loss:.3f}")
+    table.add_row("perplexity", f"{before.perplexity:,.1f}", f"{after.perplexity:,.1f}")
+    table.add_row("token accuracy", f"{before.token_accuracy:.1%}", f"{after.token_accuracy:.1%}")
     console.print(table)
     for reply, origin in zip(done.answers, ("trained on", "held out")):
         console.print(f"\n[bold]{escape(reply.question)}[/] [dim]({origin})[/]")
@@ -89,59 +129,35 @@ def quickstart_command(
         ):
             console.print(f"[dim]{word:>10}[/]", end="  ")
             console.print(" ".join(text.split()) or "(nothing)", markup=False)
-    last = done.result
-    if preferences is not None:
-        last = preferences.result
-        (pairs, held) = preferences.pairs
-        console.print()
-        chosen = Table(
-            "held-out pairs",
-            "before DPO",
-            "after DPO",
-            title=f"{pairs:,} pairs trained on, {held:,} held out",
-        )
-        for name, words, shown in (
-            ("accuracies", "right answer likelier", ".1%"),
-            ("margins", "margin, nats a token", ".4f"),
-        ):
-            values = (
-                format(side.others[f"rewards/{name}"], shown)
-                for side in (preferences.before, preferences.after)
-            )
-            chosen.add_row(words, *values)
-        console.print(chosen)
-    if rewarded is not None:
-        last = rewarded.result
-        (prompts, held) = rewarded.prompts
-        console.print()
-        means = Table(
-            "held-out prompts",
-            "before GRPO",
-            "after GRPO",
-            title=f"{prompts:,} prompts trained on, {held:,} held out",
-        )
-        means.add_row(
-            "mean reward",
-            f"{rewarded.before.others['reward']:.3f}",
-            f"{rewarded.after.others['reward']:.3f}",
-        )
-        console.print(means)
-    console.print(
-        f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  "
-        f"{escape(str(last.model_dir))}"
+
+
+def _preferences_table(found: Preferences) -> Table:
+    """Return what preference tuning changed on held-out pairs."""
+    from rich.table import Table
+
+    pairs, held = found.pairs
+    title = f"{pairs:,} pairs trained on, {held:,} held out"
+    table = Table("held-out pairs", "before DPO", "after DPO", title=title)
+    for name, words, form in (
+        ("accuracies", "right answer likelier", ".1%"),
+        ("margins", "margin, nats a token", ".4f"),
+    ):
+        sides = (found.before, found.after)
+        table.add_row(words, *(format(side.others[f"rewards/{name}"], form) for side in sides))
+    return table
+
+
+def _rewards_table(found: Rewarded) -> Table:
+    """Return what training on rewards changed on held-out prompts."""
+    from rich.table import Table
+
+    prompts, held = found.prompts
+    title = f"{prompts:,} prompts trained on, {held:,} held out"
+    table = Table("held-out prompts", "before GRPO", "after GRPO", title=title)
+    table.add_row(
+        "mean reward", f"{found.before.others['reward']:.3f}", f"{found.after.others['reward']:.3f}"
     )
-    console.print("\nnext, on your own data:")
-    console.print(
-        "  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora"
-    )
-    trained = folder
-    if preferences is not None:
-        trained = folder / "preference"
-    elif rewarded is not None:
-        trained = folder / "rewarded"
-    console.print(
-        f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}"
-    )
+    return table
 
 
 def _require_ours(folder: Path) -> None:

@@ -23,8 +23,10 @@ from chronicals.cli.space_table import show_space
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from chronicals.config import ChronicalsConfig, Recipe
+    from chronicals.data.reading.ledger import Ledger
     from chronicals.distributed import Mesh
     from chronicals.rewards import Rewards
     from chronicals.saving import SavedModel
@@ -159,6 +161,22 @@ def train_command(
         console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
 
 
+def _ledger_table(ledger: Ledger) -> Table:
+    """Return what became of the rows of data, as a table."""
+    from rich import box
+    from rich.table import Table
+
+    from chronicals.data.reading.ledger import LEDGER_COLUMNS
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in LEDGER_COLUMNS:
+        is_text = column in ("kind", "why")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    for row in ledger.table():
+        table.add_row(*row)
+    return table
+
+
 def _check_data(
     plan: Recipe,
     config: ChronicalsConfig,
@@ -170,13 +188,10 @@ def _check_data(
     rewards: Rewards | None,
 ) -> None:
     """Report on the data and the length of the run; reports of an earlier run stay."""
-    from rich import box
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from chronicals.data.packs.packing import plan_epoch
-    from chronicals.data.reading.ledger import LEDGER_COLUMNS
     from chronicals.objectives import build_objective
     from chronicals.objectives.policy_gradient import PolicyGradient
     from chronicals.planning import planned_space
@@ -202,14 +217,7 @@ def _check_data(
     apart = [] if held_out is None or config.validation_split else [held_out]
     beside_the_log = Console(stderr=True, highlight=False, quiet=not ranks.writer)
     for data in (store, *apart):
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in LEDGER_COLUMNS:
-            table.add_column(
-                column, justify="left" if column in ("kind", "why") else "right", overflow="fold"
-            )
-        for row in data.ledger.table():
-            table.add_row(*row)
-        beside_the_log.print(table)
+        beside_the_log.print(_ledger_table(data.ledger))
     resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
     fitted = fit_learning_rate(config, ranks)
     if isinstance(objective, PolicyGradient):

@@ -134,7 +134,7 @@ def _show_results(tuner: Tuner, console: Console) -> None:
     from rich import box
     from rich.table import Table
 
-    from chronicals.tuning.report import shown
+    from chronicals.tuning.report import shown_value
 
     results = tuner.results()
     if results is None:
@@ -143,7 +143,7 @@ def _show_results(tuner: Tuner, console: Console) -> None:
     rows = {result.trial.number: result for result in (*results.best, results.own)}
     for number, result in rows.items():
         name = f"{number} (yours)" if number == 0 else str(number)
-        values = [shown(value) for value in result.trial.params.values()]
+        values = [shown_value(value) for value in result.trial.params.values()]
         table.add_row(name, str(result), *values)
     console.print(table)
     reason = results.why_no_different()

@@ -58,7 +58,7 @@ def steps_of_epoch(theirs: Theirs) -> float | None:
     counts the run as a whole, so that an epoch has a fraction of a step; transformers ends each
     epoch with a step of its own.
     """
-    rows = None if is_packed(theirs) else trained_rows(theirs)
+    rows = None if packs_rows(theirs) else trained_rows(theirs)
     if rows is None:
         return None
     usual = 1 if theirs.tool == AXOLOTL else BATCH_OF_TRAINER
@@ -96,7 +96,7 @@ def steps_that_differ(theirs: Theirs, epochs: float) -> int | None:
     return None if steps is None or (whole and steps == our_steps(theirs, epochs)) else steps
 
 
-def is_packed(theirs: Theirs) -> bool:
+def packs_rows(theirs: Theirs) -> bool:
     """Return whether several rows share a pack in theirs."""
     whole = theirs.tool == LLAMA_FACTORY and theirs.objective == "pretraining"
     return bool(theirs.get("sample_packing", "packing", "neat_packing", default=whole))

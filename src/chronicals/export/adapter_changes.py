@@ -42,7 +42,7 @@ class MergeError(ValueError):
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """The change of a weight by merging, as ratios of Frobenius norms.
 
     Attributes:
@@ -70,7 +70,7 @@ class Change:
         dtype: torch.dtype,
         norms: tuple[Tensor, Tensor],
         from_files: float,
-    ) -> Change:
+    ) -> WeightChange:
         """Compute the ratios for the sum of a weight and what an adapter adds, all fp32.
 
         Args:
@@ -251,7 +251,7 @@ class AdapterChanges:
         changed: list[Container[str]] = [self.shapes, self.tokens, self.additions, self.recoded]
         return stored.is_packed or any(stored.name in names for names in changed)
 
-    def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
+    def merged(self, stored: StoredTensor, changes: dict[str, WeightChange]) -> Tensor | None:
         """Return the tensor that replaces one of the base, fp32; None where that stays.
 
         Args:
@@ -308,7 +308,7 @@ class AdapterChanges:
         return total
 
     def _with_tokens(
-        self, stored: StoredTensor, whole: Tensor, changes: dict[str, Change]
+        self, stored: StoredTensor, whole: Tensor, changes: dict[str, WeightChange]
     ) -> Tensor:
         """Return an embedding with the rows of the trained tokens, fp32."""
         ids, name = self.tokens[stored.name]
@@ -323,14 +323,14 @@ class AdapterChanges:
         dtype = FLOAT_DTYPES.get(self._dtype_of(stored), torch.float32)
         from_files = _ratio((total.to(dtype).float() - whole).norm(), whole.norm())
         norms = whole.norm(), total.norm()
-        changes[stored.name] = Change.of(
+        changes[stored.name] = WeightChange.of(
             whole[ids], rows - whole[ids], rows, dtype, norms, from_files
         )
         return total
 
     def _change(
         self, stored: StoredTensor, weight: Tensor, exact: Tensor, update: Tensor, total: Tensor
-    ) -> Change:
+    ) -> WeightChange:
         """Return the change of a weight.
 
         Args:
@@ -347,7 +347,7 @@ class AdapterChanges:
         if written.shape == original.shape:  # else the adapter has an embedding of its own
             from_files = _ratio((written - original).norm(), original.norm())
         norms = exact.norm(), total.norm()
-        return Change.of(exact, update, total, dtype, norms, from_files)
+        return WeightChange.of(exact, update, total, dtype, norms, from_files)
 
     def _load(self, name: str) -> Tensor:
         with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:

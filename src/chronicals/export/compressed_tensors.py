@@ -55,7 +55,7 @@ COMPRESSED_LOGIT_BOUND = 2e-2
 """Bound on the error of transformers' logits beside torch's with the same weights and inputs."""
 
 
-class Layout(ABC):
+class WeightLayout(ABC):
     """The form in which a weight ``[out, in]`` is stored.
 
     Attributes:
@@ -91,7 +91,7 @@ class Layout(ABC):
         return x
 
 
-class FP8Layout(Layout):
+class FP8Layout(WeightLayout):
     """E4M3, whose largest value is 448."""
 
     name = "float-quantized"
@@ -150,7 +150,7 @@ class FP8Layout(Layout):
         return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
-class INT4Layout(Layout):
+class INT4Layout(WeightLayout):
     """-8 to 7, eight elements of a row in an int32, the first in its lowest bits."""
 
     name = "pack-quantized"
@@ -210,7 +210,7 @@ class INT4Layout(Layout):
         return (codes.float().unflatten(1, (-1, INT4_GROUP)) * scale[..., None]).flatten(1)
 
 
-LAYOUTS: dict[str, Layout] = {"fp8": FP8Layout(), "int4": INT4Layout()}
+LAYOUTS: dict[str, WeightLayout] = {"fp8": FP8Layout(), "int4": INT4Layout()}
 
 
 def _bf16_not_below(exact: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class CompressedTensors(ArtefactFormat):
         layout: the form of its quantised weights.
     """
 
-    layout: Layout
+    layout: WeightLayout
 
     def size(self, source: SourceModel) -> int:
         """Return the bytes of the tensors."""

@@ -19,7 +19,7 @@ from chronicals.export.artefact import EXPORTS, ArtefactFormat, proof_of, worksp
 from chronicals.export.compressed_tensors import LAYOUTS, CompressedTensors
 from chronicals.export.gguf import GGUFModel
 from chronicals.export.gguf_vision import GGUFProjector
-from chronicals.export.hub import card, upload
+from chronicals.export.hub import hub_card, upload
 from chronicals.export.merge import reward_model_refusal
 from chronicals.export.nf4 import NF4Folder
 from chronicals.export.ollama import modelfile
@@ -295,7 +295,7 @@ def _export_one(
         raise
     for check in proof.checks:
         logger.debug("%s: %s", target.name, check)
-    text = card(source, target.name, format_name, proof)
+    text = hub_card(source, target.name, format_name, proof)
     if aside.is_dir():
         (aside / "README.md").write_text(text)
     aside.rename(target)

@@ -7,7 +7,7 @@ huggingface_hub reads the user's login.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +56,7 @@ class Pushed:
     local_base: Path | None = None
 
 
-def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
+def hub_card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     """Return a card in Markdown, with the front matter that the hub reads.
 
     Paths of this machine are not in it; data in files have only their names.
@@ -79,33 +79,9 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
     if base:
         parts.append(f"Trained from `{Path(base).name if is_local else base}` with chronicals.")
-    # The recipe's data, without folders of this machine, and its main settings.
-    data = recipe.get("data") or []
-    names = []
-    for entry in [data] if isinstance(data, str) else data:
-        path = entry if isinstance(entry, str) else entry.get("path", "")
-        names.append(Path(path).name if Path(path).is_absolute() else path)
-    lines = [f"| data | {', '.join(names)} |"] if names else []
-    for field in SHOWN_FIELDS:
-        if recipe.get(field) is not None:
-            lines.append(f"| {field} | {recipe[field]} |")
-    if lines:
-        parts.append("\n".join(["## Training", "", "| | |", "|---|---|", *lines]))
+    parts += _training_section(recipe)
     if run is not None:
-        # The run's training losses, with the last held-out loss.
-        logged = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
-        steps = [line for line in logged if "loss" in line]
-        evaluations = [line for line in logged if "eval_loss" in line]
-        if steps:
-            chosen = steps[:: max(1, len(steps) // CURVE_POINTS)]
-            if chosen[-1] is not steps[-1]:
-                chosen.append(steps[-1])
-            rows = ["## Loss", "", "| step | training loss |", "|---|---|"]
-            rows += [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
-            if evaluations:
-                last = evaluations[-1]
-                rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
-            parts.append("\n".join(rows))
+        parts += _loss_section(run)
     if proof.checks:
         lines = ["## Compared with the trained model", ""]
         lines += ["| compared | client | result | measure | bound |", "|---|---|---|---|---|"]
@@ -118,6 +94,43 @@ def card(source: SourceModel, name: str, kind: str, proof: Proof) -> str:
             lines.append(f"| {' | '.join([check.name, check.client, result, *numbers])} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _training_section(recipe: Mapping[str, Any]) -> list[str]:
+    """Return a recipe's data, without folders of this machine, and its main settings.
+
+    Empty if it has none of them.
+    """
+    data = recipe.get("data") or []
+    names = []
+    for entry in [data] if isinstance(data, str) else data:
+        path = entry if isinstance(entry, str) else entry.get("path", "")
+        names.append(Path(path).name if Path(path).is_absolute() else path)
+    rows = [f"| data | {', '.join(names)} |"] if names else []
+    for field in SHOWN_FIELDS:
+        if recipe.get(field) is not None:
+            rows.append(f"| {field} | {recipe[field]} |")
+    if not rows:
+        return []
+    return ["\n".join(["## Training", "", "| | |", "|---|---|", *rows])]
+
+
+def _loss_section(run: Path) -> list[str]:
+    """Return a run's training losses, with the last held-out loss; empty if it logged none."""
+    logged = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    steps = [line for line in logged if "loss" in line]
+    evaluations = [line for line in logged if "eval_loss" in line]
+    if not steps:
+        return []
+    chosen = steps[:: max(1, len(steps) // CURVE_POINTS)]
+    if chosen[-1] is not steps[-1]:
+        chosen.append(steps[-1])
+    rows = ["## Loss", "", "| step | training loss |", "|---|---|"]
+    rows += [f"| {line['step']} | {line['loss']:.4f} |" for line in chosen]
+    if evaluations:
+        last = evaluations[-1]
+        rows += ["", f"Held-out loss after step {last['step']}: {last['eval_loss']:.4f}."]
+    return ["\n".join(rows)]
 
 
 def upload(
@@ -215,7 +228,7 @@ def push_saved(
             if base_model is not None:
                 saved = SavedModel.find(place, base_model)
             kind = "adapter" if saved.adapted else "model"
-            text = card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
+            text = hub_card(_card_source(saved), name.rpartition("/")[2], kind, Proof({}))
             address = upload(name, [weights], text, not public, called=name, base=base_model)
             names_folder = saved.adapted and saved.base and Path(saved.base).exists()
             return Pushed(address, [weights], Path(str(saved.base)) if names_folder else None)
@@ -239,7 +252,7 @@ def push_saved(
         about = json.loads(proof_of(artefacts[0]).read_text())
         checks = [Check(**check) for check in about.pop("checks")]
         source = _card_source(replace(SavedModel.find(about["model"]), base=about["base"]))
-        text = card(source, artefacts[0].name, about["format"], Proof(about, checks))
+        text = hub_card(source, artefacts[0].name, about["format"], Proof(about, checks))
     address = upload(name, artefacts, text, not public, called=name)
     return Pushed(address, artefacts)
 

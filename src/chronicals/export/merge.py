@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.adapter_changes import AdapterChanges, Change, MergeError
+from chronicals.export.adapter_changes import AdapterChanges, MergeError, WeightChange
 from chronicals.export.base_files import base_folder, unpacked
 from chronicals.formats.gguf.reader import gguf_of
 from chronicals.formats.weight_files import (
@@ -76,7 +76,7 @@ class Merged:
     folder: Path
     adapter: str
     base: str
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: Mapping[str, WeightChange] = field(default_factory=dict)
     summands: str = ""
 
 
@@ -224,6 +224,31 @@ class Sums:
                 plausible.
             CheckpointError: the files cannot be written; nothing stays.
         """
+        self._check_disk(output)
+        changes: dict[str, WeightChange] = {}
+
+        def fill(aside: Path) -> None:
+            self._copy_other_files(aside)
+            self._write_weights(aside, changes)
+            _check_changes(changes)
+            self._write_settings(aside)
+            report = {
+                "adapter": str(self.saved.place),
+                "base": self.saved.base,
+                "sums_of": self.summands,
+                "weights": {name: asdict(change) for name, change in changes.items()},
+            }
+            (aside / REPORT).write_text(to_json(report, indent=1))
+
+        write_folder(output, fill)
+        return Merged(output, str(self.saved.place), str(self.saved.base), changes, self.summands)
+
+    def _check_disk(self, output: Path) -> None:
+        """Check that the disk of a folder has room for the weights.
+
+        Raises:
+            MergeError: it has not.
+        """
         needed = 0
         for stored in self.stored:
             dtype = self.dtype_of(stored)
@@ -240,8 +265,21 @@ class Sums:
                 f"disk has {free / 2**30:.2f}; free some, or give a folder on another one "
                 "(--output)"
             )
-        changes: dict[str, Change] = {}
-        shapes = self.adapter.shapes
+
+    def _copy_other_files(self, folder: Path) -> None:
+        """Copy the files without weights; the adapter's tokenizer overwrites that of the base."""
+        adapter = self.saved.beside or Path(self.saved.place)
+        not_of_base = {REPORT, MANIFEST}
+        if (adapter / "chat_template.jinja").exists():
+            not_of_base.add(OLD_TEMPLATE)  # programs that read it would not see the trained one
+        for source, left_out in ((self.base, not_of_base), (adapter, ADAPTER_FILES)):
+            for small in sorted(source.iterdir()):
+                is_weights = small.suffix in WEIGHT_SUFFIXES
+                if small.is_file() and not is_weights and small.name not in left_out:
+                    shutil.copyfile(small, folder / small.name)
+
+    def _write_weights(self, folder: Path, changes: dict[str, WeightChange]) -> None:
+        """Write the files of weights; ``changes`` gets the change of each one that is adapted."""
 
         def sum_of(stored: StoredTensor) -> Tensor | StoredTensor:
             merged = self.adapter.merged(stored, changes)
@@ -249,37 +287,13 @@ class Sums:
                 return merged
             return stored if self.dtype_of(stored) == stored.dtype else stored.read()
 
-        def fill(aside: Path) -> None:
-            # The files without weights: the adapter's tokenizer, if it has one, overwrites the
-            # base's.
-            adapter = self.saved.beside or Path(self.saved.place)
-            not_of_base = {REPORT, MANIFEST}
-            if (adapter / "chat_template.jinja").exists():
-                not_of_base.add(OLD_TEMPLATE)  # programs that read it would not see the trained one
-            for folder, left_out in ((self.base, not_of_base), (adapter, ADAPTER_FILES)):
-                for small in sorted(folder.iterdir()):
-                    is_weights = small.suffix in WEIGHT_SUFFIXES
-                    if small.is_file() and not is_weights and small.name not in left_out:
-                        shutil.copyfile(small, aside / small.name)
-            for file, tensors in self.files.items():
-                sums = []
-                for stored in tensors:
-                    shape = tuple(shapes.get(stored.name, stored.shape))
-                    made = functools.partial(sum_of, stored)
-                    sums.append(NewTensor(stored.name, self.dtype_of(stored), shape, made))
-                write_tensors(aside / file.name, sums)
-            _check_changes(changes)
-            self._write_settings(aside)
-            report = {
-                "adapter": str(self.saved.place),
-                "base": self.saved.base,
-                "sums_of": self.summands,
-                "weights": {name: asdict(change) for name, change in changes.items()},
-            }
-            (aside / REPORT).write_text(to_json(report, indent=1))
-
-        write_folder(output, fill)
-        return Merged(output, str(self.saved.place), str(self.saved.base), changes, self.summands)
+        for file, tensors in self.files.items():
+            sums = []
+            for stored in tensors:
+                shape = tuple(self.adapter.shapes.get(stored.name, stored.shape))
+                made = functools.partial(sum_of, stored)
+                sums.append(NewTensor(stored.name, self.dtype_of(stored), shape, made))
+            write_tensors(folder / file.name, sums)
 
     def _write_settings(self, folder: Path) -> None:
         """Make config.json and the index say what the written files hold.
@@ -316,7 +330,7 @@ class Sums:
         index.write_text(json.dumps(described, indent=2))
 
 
-def _check_changes(changes: Mapping[str, Change]) -> None:
+def _check_changes(changes: Mapping[str, WeightChange]) -> None:
     """Raise MergeError if the adapter changes weights too much, not at all, or below rounding."""
     # A NaN is not below the limit either.
     too_large = [name for name, x in changes.items() if not x.change <= LARGEST_CHANGE]

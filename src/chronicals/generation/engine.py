@@ -22,7 +22,7 @@ from chronicals.generation.call import Call
 from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.generation.drawing import stream_keys
 from chronicals.generation.exact import exact_passes
-from chronicals.generation.layout import Group, Layout
+from chronicals.generation.layout import CacheLayout, LayerWindow
 from chronicals.generation.pages import LayerPages, PagePool, WindowPool
 from chronicals.generation.passes import (
     PROBED_TOKENS,
@@ -124,8 +124,8 @@ class Engine:
         self.evictions = 0
         self.computed_tokens = 0
         self._layers: dict[nn.Module, LayerPages] = {}
-        self._layout: Layout | None = None
-        self._made: dict[Group, int] = {}
+        self._layout: CacheLayout | None = None
+        self._made: dict[LayerWindow, int] = {}
         self._graphs = None if recorder is None else DecodeGraphs(recorder)
 
     @torch.no_grad()
@@ -219,7 +219,7 @@ class Engine:
         probe = Probe(latents)
         ids = torch.zeros(PROBED_TOKENS, dtype=torch.int64, device=device)
         run_pass(self.model, ids, torch.arange(PROBED_TOKENS, device=device), probe)
-        layout = Layout(probe.sizes, device, self.settings)
+        layout = CacheLayout(probe.sizes, device, self.settings)
         prompts = [one.prompt for one in samples]
         memory = self.settings.cache_memory
         if memory is None:

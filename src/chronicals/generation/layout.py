@@ -20,7 +20,7 @@ from torch import nn
 from chronicals.generation.pages import LayerSizes
 from chronicals.generation.schedule import EngineSettings, Prompt
 
-Group = int | None
+LayerWindow = int | None
 """A sliding window of layers, or None for the layers without one."""
 
 
@@ -29,7 +29,7 @@ class TooLarge(ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """Sizes of what the attention layers of a model store, and of the engine.
 
     Attributes:
@@ -43,18 +43,18 @@ class Layout:
     settings: EngineSettings
 
     @property
-    def page_bytes(self) -> dict[Group, int]:
+    def page_bytes(self) -> dict[LayerWindow, int]:
         """Bytes of a page of each group; 0 of layers without a window if there is none."""
-        found: dict[Group, int] = {None: 0}
+        found: dict[LayerWindow, int] = {None: 0}
         for one in self.sizes.values():
             found[one.window] = found.get(one.window, 0) + self.settings.page_size * one.bytes
         return found
 
-    def bytes(self, pages: dict[Group, int]) -> int:
+    def bytes(self, pages: dict[LayerWindow, int]) -> int:
         """Return the bytes of a number of pages of each group."""
         return sum(self.page_bytes[group] * count for group, count in pages.items())
 
-    def alone(self, prompt: Prompt) -> dict[Group, int]:
+    def alone(self, prompt: Prompt) -> dict[LayerWindow, int]:
         """Return the pages that one answer takes, with the prompt that others share.
 
         A prompt that takes more of one group than another one takes no fewer of all groups.
@@ -66,11 +66,11 @@ class Layout:
             for group in self.page_bytes
         }
 
-    def at_once(self, prompts: Sequence[Prompt]) -> dict[Group, int]:
+    def at_once(self, prompts: Sequence[Prompt]) -> dict[LayerWindow, int]:
         """Return the most pages that answers, of a prompt each, can take at one time."""
         slots = self.settings.slots
         chunk = self._spanned(self.settings.chunk_tokens)
-        most = dict[Group, int]()
+        most = dict[LayerWindow, int]()
         for group in self.page_bytes:
             each = [self._beside_others(prompt, group) for prompt in prompts]
             most[group] = sum(sorted(each, reverse=True)[:slots])
@@ -80,7 +80,7 @@ class Layout:
             for group, pages in most.items()
         }
 
-    def within(self, memory: int, prompts: Sequence[Prompt]) -> dict[Group, int]:
+    def within(self, memory: int, prompts: Sequence[Prompt]) -> dict[LayerWindow, int]:
         """Return the pages of each group that fit a number of bytes, no more than are of use.
 
         Each group has what the largest answer needs alone, and of what is left a part of what all
@@ -109,7 +109,7 @@ class Layout:
             for group in most
         }
 
-    def _beside_others(self, prompt: Prompt, group: Group) -> int:
+    def _beside_others(self, prompt: Prompt, group: LayerWindow) -> int:
         """Return the pages of a group that one answer takes while others decode, too."""
         whole = self._whole(prompt)
         if group is None:

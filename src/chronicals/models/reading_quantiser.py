@@ -35,7 +35,7 @@ _METHOD = "chronicals_nf4"
 
 @register_quantization_config(_METHOD)
 class Configuration(QuantizationConfigMixin):
-    """What is quantised, and what sees it; arguments of ``quantising_while_reading``."""
+    """Settings of the quantiser, which are the arguments of ``quantising_while_reading``."""
 
     def __init__(
         self,

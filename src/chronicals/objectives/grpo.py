@@ -20,10 +20,10 @@ from torch import Tensor
 
 from chronicals.models import Term
 from chronicals.objectives.advantages import Scale, group_advantages
+from chronicals.objectives.drawn_answers import Answers
 from chronicals.objectives.policy_gradient import (
     PER_ANSWER,
     PER_TOKEN,
-    Answers,
     PolicyGradient,
     RolloutSettings,
 )

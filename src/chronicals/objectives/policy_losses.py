@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from chronicals.models import Term
+from chronicals.objectives.drawn_answers import Answers, clipped_losses
 from chronicals.objectives.policy_gradient import (
     PER_ANSWER,
     PER_TOKEN,
-    Answers,
-    clipped_losses,
 )
 
 

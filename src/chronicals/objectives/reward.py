@@ -54,7 +54,7 @@ def score_bytes(shape: HeadShape) -> HeadBytes:
 
 
 @register("reward")
-class Reward(Objective):
+class RewardObjective(Objective):
     """An objective that trains a score, higher for the chosen answer than for the rejected one."""
 
     row_kinds = ("preference",)

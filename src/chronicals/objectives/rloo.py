@@ -19,12 +19,11 @@ from torch import Tensor
 
 from chronicals.models import Term
 from chronicals.objectives.advantages import leave_one_out_advantages
+from chronicals.objectives.drawn_answers import Answers, clipped_losses
 from chronicals.objectives.policy_gradient import (
     PER_ANSWER,
-    Answers,
     PolicyGradient,
     RolloutSettings,
-    clipped_losses,
 )
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import Paper, settings

@@ -35,7 +35,7 @@ from chronicals.batch import IGNORED
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam, text_configs
 from chronicals.patching.lazy_logits import autocast_type
-from chronicals.patching.lazy_mask import Documents, LazyMask, RowPadding
+from chronicals.patching.lazy_mask import LazyMask, RowDocuments, RowPadding
 
 ATTENTION_PART = "attention"
 """Name of the attention in the report and in a plan's reasons."""
@@ -202,7 +202,7 @@ def _documents(
     options: dict[str, Any],
     pattern: Pattern,
     make: Callable[..., Tensor | None],
-) -> Documents | None:
+) -> RowDocuments | None:
     """Return the rows as documents, or None if padding is elsewhere than on the right.
 
     Args:
@@ -220,7 +220,7 @@ def _documents(
     )
     if padding is None and pattern.packs is None:
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
-        return Documents(bounds, length, None, pattern.window, None, *makers)
+        return RowDocuments(bounds, length, None, pattern.window, None, *makers)
     if padding is not None:
         if padding.shape != (rows, length):
             return None
@@ -243,11 +243,11 @@ def _documents(
     shortest, longest, tokens, padded_rows = torch.stack(counts).tolist()
     bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     if not padded_rows:
-        return Documents(bounds, longest, None, pattern.window, None, *makers)
+        return RowDocuments(bounds, longest, None, pattern.window, None, *makers)
     # real tokens first; unlike nonzero, argsort does not let the host wait for the device
     order = padded_BS.flatten().argsort(stable=True)
     padding_places = _padding(padded_BS, order[tokens:], padded_rows, length - shortest, make)
-    return Documents(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
+    return RowDocuments(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
 
 
 def _padding(

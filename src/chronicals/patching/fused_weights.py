@@ -257,15 +257,22 @@ def _merged(
             merged = MergedWeights.packed(packed, biases, ranks)
         else:
             merged = MergedWeights.fused(weights, biases, ranks, product_format, device)
-        if not stays_in_place:  # the parameters get their data in the storage
-            for weight, place in zip(weights, merged.storage.places):
-                weight.data = place
-            if merged.bias is not None:
-                for bias, place in zip(biases, merged.bias.split(merged.sizes)):
-                    assert bias is not None  # a merged bias is made where all layers have one
-                    bias.data = place
+        if not stays_in_place:
+            _move_into(merged, weights, biases)
     cache[names] = merged
     return merged
+
+
+def _move_into(
+    merged: MergedWeights, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> None:
+    """Give the parameters of layers their data in the storage of merged weights."""
+    for weight, place in zip(weights, merged.storage.places):
+        weight.data = place
+    if merged.bias is not None:
+        for bias, place in zip(biases, merged.bias.split(merged.sizes)):
+            assert bias is not None  # a merged bias is made where all layers have one
+            bias.data = place
 
 
 def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:

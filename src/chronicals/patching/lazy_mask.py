@@ -84,7 +84,7 @@ class RowPadding:
 
 
 @dataclass(frozen=True)
-class Documents:
+class RowDocuments:
     """Rows ``[B, S]`` as documents.
 
     Attributes:
@@ -105,7 +105,7 @@ class Documents:
     mask: Callable[[], Tensor | None]
     tensor: Callable[[], Tensor]
 
-    def cast(self, dtype: torch.dtype) -> Documents:
+    def cast(self, dtype: torch.dtype) -> RowDocuments:
         """Return the documents with masks in another dtype."""
         padding = self.padding
         if padding is not None:
@@ -128,11 +128,11 @@ def _cast(make: Callable[[], Any], dtype: torch.dtype) -> Any:
 class LazyMask(Tensor):
     """The mask ``[B, 1, S, S]`` of ``documents``, made when somebody reads its values."""
 
-    documents: Documents
+    documents: RowDocuments
 
     @staticmethod
     def __new__(
-        cls: type, documents: Documents, rows: int, length: int, dtype: torch.dtype
+        cls: type, documents: RowDocuments, rows: int, length: int, dtype: torch.dtype
     ) -> LazyMask:
         """Return a tensor without memory, of the mask's shape and dtype."""
         shape = (rows, 1, length, length)

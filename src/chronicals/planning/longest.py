@@ -9,7 +9,7 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.presets import LONG_PRESET
 from chronicals.planning.ways import GIGA, planned_facts
 from chronicals.policies.facts import Facts
-from chronicals.policies.fit import can_fit, fits, leanest_first, what_would_do
+from chronicals.policies.fit import can_fit, leanest_first, run_fits, what_would_do
 
 GRANULE = 1024
 """Tokens between two lengths that are tried."""
@@ -41,7 +41,7 @@ def longest_document(recipe: Recipe, total: int, ranks: int = 1) -> int:
         taken = replace(facts, config=config)
 
         def is_too_long(granules: int, taken: Facts = taken) -> bool:
-            return not fits(of_length(taken, granules))
+            return not run_fits(of_length(taken, granules))
 
         if is_too_long(found + 1):
             continue

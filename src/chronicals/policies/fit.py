@@ -193,7 +193,7 @@ def fit_settings(
     everywhere = set(possible).intersection(*gather(sorted(possible)))
     shared = [changes for name, changes in possible.items() if name in everywhere]
     taken = fastest(usual, shared, clock)
-    return Settled(taken, usual, words_of(taken, usual, clock))
+    return Settled(taken, usual, fit_words(taken, usual, clock))
 
 
 def fastest(usual: Candidate, combined: list[tuple[Change, ...]], clock: Clock) -> Candidate:
@@ -296,7 +296,7 @@ def in_memory(facts: Facts, recomputed: Decision | None = None) -> tuple[Facts, 
 
 def can_fit(facts: Facts) -> bool:
     """Return whether any settings that change no result fit the card."""
-    return any(fits(replace(facts, config=config)) for config in leanest_first(facts))
+    return any(run_fits(replace(facts, config=config)) for config in leanest_first(facts))
 
 
 def leanest_first(facts: Facts) -> list[ChronicalsConfig]:
@@ -305,7 +305,7 @@ def leanest_first(facts: Facts) -> list[ChronicalsConfig]:
     return [*reversed(changed), facts.config]
 
 
-def fits(facts: Facts) -> bool:
+def run_fits(facts: Facts) -> bool:
     """Return whether a run fits its card as it is configured."""
     settled, sharding = settle_sharding(facts)
     memory = expected_memory(settled)[1]
@@ -334,7 +334,7 @@ def why_impossible(changed: Facts, facts: Facts) -> str | None:
     return None
 
 
-def words_of(taken: Candidate, usual: Candidate, clock: Clock) -> list[str]:
+def fit_words(taken: Candidate, usual: Candidate, clock: Clock) -> list[str]:
     """Return lines for the log: what is taken, with costs and savings, and what is offered."""
     state = "the fastest settings that fit" if taken.fits else "none fit, these take least"
     fields = ", ".join(f"{name}={value}" for name, value in taken.settings.items())
@@ -451,7 +451,7 @@ def number_that_would_do(facts: Facts) -> str:
     several = []
     count = 2 * facts.ranks
     while facts.context == 1 and count <= MOST_CARDS:
-        several.append(spread(facts, count))
+        several.append(on_cards(facts, count))
         count *= 2
     found = smallest([made for made in several if made is not None])
     return "" if found is None else f"{found.ranks} cards of {facts.total / GIGA:.3g} GB"
@@ -472,7 +472,7 @@ def smallest(runs: list[Facts]) -> Facts | None:
     return found
 
 
-def spread(facts: Facts, count: int) -> Facts | None:
+def on_cards(facts: Facts, count: int) -> Facts | None:
     """Return the run on so many of its cards, with weights divided if need be.
 
     None if its weights cannot be divided by this number.

@@ -18,7 +18,7 @@ from chronicals.patching.layer_policies import MIN_FP8_WIDTH, is_large
 from chronicals.patching.plan import plan_for
 from chronicals.policies.facts import Facts
 from chronicals.policies.policy import Decision, MemoryLoad, OwnField, Stage, register_policy
-from chronicals.policies.step_time import Pass, StepWork
+from chronicals.policies.step_time import LayerPass, StepWork
 from chronicals.quantization import FP8Base
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class ProductsInFP8(OwnField):
 register_policy(ProductsInFP8())
 
 
-def with_products_in_fp8(made: Pass, adapted: bool) -> Pass:
+def with_products_in_fp8(made: LayerPass, adapted: bool) -> LayerPass:
     """Return a pass whose large products are in FP8.
 
     Forward and for the gradient of inputs an activation is quantised, or its gradient; frozen

@@ -178,7 +178,7 @@ class Multiplied:
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerPass:
     """Work of one pass of a micro-batch through the decoder layers.
 
     Attributes:
@@ -224,7 +224,7 @@ class ForwardOnly:
 
     name: str
     job: Job
-    layers: Pass
+    layers: LayerPass
     head: tuple[Multiplied, ...]
     loss: float
     kernels: float
@@ -297,8 +297,8 @@ class StepWork:
     memory: Estimate
     job: Job
     micro_batches: int
-    forward: Pass
-    backward: Pass
+    forward: LayerPass
+    backward: LayerPass
     head: tuple[Multiplied, ...]
     loss: float
     updated: float
@@ -344,7 +344,7 @@ class StepWork:
             job=job,
             micro_batches=facts.config.gradient_accumulation_steps,
             forward=replace(forward, moved=forward.moved + dropped / 3),
-            backward=Pass(
+            backward=LayerPass(
                 products=of_layers(job, ("dX", "dW"), sizes.scale, form),
                 scores=0.0,
                 score_gradients=ATTENTION_BACKWARD * forward.scores,
@@ -448,9 +448,9 @@ def form_of(facts: Facts) -> str:
     return FP32 if facts.config.mixed_precision == "fp32" else BF16
 
 
-def forward_pass(job: Job, scale: float, form: str) -> Pass:
+def forward_pass(job: Job, scale: float, form: str) -> LayerPass:
     """Return the forward pass of a micro-batch through the layers; see ``ForwardOnly.of``."""
-    return Pass(
+    return LayerPass(
         products=of_layers(job, ("forward",), scale, form),
         scores=attention_flops(job) * job.tokens,
         score_gradients=0.0,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-Reward = Callable[..., list[float | None]]
+ScoreFunction = Callable[..., list[float | None]]
 
-Made = tuple[Reward, tuple[str, ...]]
+BuiltReward = tuple[ScoreFunction, tuple[str, ...]]
 """A reward, and the columns that it needs."""
 
 ANSWER = "answer"
@@ -28,7 +28,7 @@ def text_of(text_or_messages: Any) -> str:
     return "\n".join(message.get("content") or "" for message in text_or_messages)
 
 
-def exact(argument: str | None) -> Made:
+def exact(argument: str | None) -> BuiltReward:
     """Return the reward 1 for an answer that is the right one but for white space around it."""
     column = argument or ANSWER
 
@@ -39,7 +39,7 @@ def exact(argument: str | None) -> Made:
     return reward, (column,)
 
 
-def regex(argument: str | None) -> Made:
+def regex(argument: str | None) -> BuiltReward:
     """Return the reward 1 for an answer in which a pattern is found; ``.`` is any letter."""
     if not argument:
         raise ValueError("has no pattern; give one in brackets, as regex(<answer>.*</answer>)")
@@ -54,7 +54,7 @@ def regex(argument: str | None) -> Made:
     return reward, ()
 
 
-def length(argument: str | None) -> Made:
+def length(argument: str | None) -> BuiltReward:
     """Return the penalty of long answers of DAPO, by tokens.
 
     Yu et al., 2025 (arXiv 2503.14476), equation 13, with L the tokens of an answer:
@@ -102,7 +102,7 @@ OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def arithmetic(argument: str | None) -> Made:
+def arithmetic(argument: str | None) -> BuiltReward:
     """Return the reward 1 for an answer whose last number is the value of the question.
 
     The question is the last expression of + − × / in the prompt, such as ``12 + 7 * 3``; None where
@@ -159,7 +159,7 @@ def _evaluated(node: ast.expr) -> Fraction:
     raise ValueError(f"{ast.unparse(node)} is no arithmetic")
 
 
-def math(argument: str | None) -> Made:
+def math(argument: str | None) -> BuiltReward:
     """Return the reward 1 for an answer that math-verify finds equal to the right one.
 
     None where the right answer is nothing that it can read.
@@ -185,7 +185,7 @@ def math(argument: str | None) -> Made:
     return reward, (column,)
 
 
-BUILT_IN: dict[str, Callable[[str | None], Made]] = {
+BUILT_IN: dict[str, Callable[[str | None], BuiltReward]] = {
     made.__name__: made for made in (arithmetic, exact, regex, length, math)
 }
 """The rewards by name."""

@@ -108,7 +108,7 @@ HELD_OUT_PROMPTS = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredQuestion:
     """Answers to a question before and after training, and what the documentation says."""
 
     question: str
@@ -125,7 +125,7 @@ class Quickstart:
     parameters: int
     before: Evaluation
     after: Evaluation
-    answers: list[Answer]
+    answers: list[AnsweredQuestion]
     result: TrainingResult
     config: ChronicalsConfig
 
@@ -322,7 +322,7 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     for row in (train_rows[len(train_rows) // 2], held_rows[0]):
         question, documented = (message["content"] for message in row["messages"])
         answers.append(
-            Answer(
+            AnsweredQuestion(
                 question,
                 generate_answer(asked, question, max_new_tokens=80),
                 generate_answer(trained, question, max_new_tokens=80),

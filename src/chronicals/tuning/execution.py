@@ -16,9 +16,9 @@ from chronicals.tuning.feasibility import why_too_large
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.mixture import MODEL_FOLDER, make_model, sizes_of
 from chronicals.tuning.run_process import MetricsTail, RunProcess, settings_of_runs, wait_until_free
-from chronicals.tuning.schedule import WHOLE, Leg, Schedule
+from chronicals.tuning.schedule import WHOLE, Leg, TrialSchedule
 from chronicals.tuning.scores import NoScore, held_out_score, speed_of, why_other_steps
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 from chronicals.tuning.study import LOG_FILE, Study
 from chronicals.tuning.trial import State, Trial
 
@@ -45,8 +45,8 @@ class Execution:
     """
 
     study: Study
-    space: Space
-    schedule: Schedule
+    space: SearchSpace
+    schedule: TrialSchedule
     metric: str
     program: Sequence[str]
     stopping: threading.Event

@@ -79,13 +79,13 @@ def _trials(search: Search, trials: Sequence[Trial]) -> str:
         if trial.repeats is not None:
             name += f" (repeats {trial.repeats})"
         score = "" if trial.value is None else f"{trial.value:.6g}"
-        values = [shown(trial.params[name]) for name in names]
+        values = [shown_value(trial.params[name]) for name in names]
         seconds = f"{_seconds(trial):.1f}"
         rows.append((name, str(trial.seed), trial.state, score, *values, seconds, trial.reason))
     return table(columns, rows)
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """Return a value of a dimension for people."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -108,7 +108,7 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     sign = -1.0 if search.settings.maximizes else 1.0
     for state, mark in MARKS.items():
         drawn = [trial for trial in trials if trial.state == state]
-        scores = [_last_score(trial) for trial in drawn]
+        scores = [trial.last_score for trial in drawn]
         axis.plot([trial.number for trial in drawn], scores, mark, label=str(state))
     best: list[tuple[int, float]] = []
     for trial in trials:
@@ -119,12 +119,6 @@ def _history(search: Search, trials: Sequence[Trial]) -> bytes:
     axis.set_ylabel(search.settings.metric, fontsize=8)
     axis.legend(frameon=False)
     return _svg(figure)
-
-
-def _last_score(trial: Trial) -> float:
-    if trial.value is not None:
-        return trial.value
-    return trial.reports[max(trial.reports)]
 
 
 def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
@@ -146,14 +140,14 @@ def _coordinates(search: Search, complete: Sequence[Trial]) -> bytes:
     axis.set_xticks(range(len(names) + 1), [*names, search.settings.metric], fontsize=8)
     axis.set_yticks([])
     ends = [_ends(dimension) for dimension in search.space.dimensions.values()]
-    for place, (bottom, top) in enumerate([*ends, (shown(low), shown(high))]):
+    for place, (bottom, top) in enumerate([*ends, (shown_value(low), shown_value(high))]):
         axis.annotate(bottom, (place, 0), (3, -9), textcoords="offset points", fontsize=7)
         axis.annotate(top, (place, 1), (3, 3), textcoords="offset points", fontsize=7)
     return _svg(figure)
 
 
 def _ends(dimension: Dimension) -> tuple[str, str]:
-    return shown(dimension.values[0]), shown(dimension.values[-1])
+    return shown_value(dimension.values[0]), shown_value(dimension.values[-1])
 
 
 def _one_plot() -> tuple[Figure, Axes]:

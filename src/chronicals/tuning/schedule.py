@@ -19,7 +19,7 @@ from chronicals.config import ConfigurationError, Recipe
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.scores import TIMED_STEPS, UNTIMED_STEPS
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Choice, Space
+from chronicals.tuning.space import Choice, SearchSpace
 
 WHOLE = "run"
 """Folder of a trial's whole run."""
@@ -108,7 +108,7 @@ class Leg:
     reports: Mapping[int, int] = field(default_factory=dict)
 
 
-class Schedule(Protocol):
+class TrialSchedule(Protocol):
     """Runs of the trials of a study.
 
     Attributes:
@@ -241,7 +241,7 @@ def whole_length(recipe: Recipe, steps: int) -> dict[str, Any]:
     return {"max_steps": steps} if recipe.max_steps is not None else {}
 
 
-def schedule_of(budget: Budget, settings: StudySettings, space: Space) -> Schedule:
+def schedule_of(budget: Budget, settings: StudySettings, space: SearchSpace) -> TrialSchedule:
     """Return the schedule of a study's trials."""
     if settings.metric == SPEED:
         return TimedSteps(budget)
@@ -253,7 +253,7 @@ def schedule_of(budget: Budget, settings: StudySettings, space: Space) -> Schedu
     return WholeSchedules.of(budget, max(sizes), settings.pruner != "none")
 
 
-def _packs_a_step(budget: Budget, space: Space) -> list[int]:
+def _packs_a_step(budget: Budget, space: SearchSpace) -> list[int]:
     """Return the packs of a step of all batches in a space, and of the user's own."""
     values: list[list[int]] = []
     for name in ("batch_size", "gradient_accumulation_steps"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from chronicals.config import ConfigurationError
 from chronicals.tuning.settings import StudySettings
-from chronicals.tuning.space import Choice, Dimension, Space
+from chronicals.tuning.space import Choice, Dimension, SearchSpace
 from chronicals.tuning.trial import IMPOSSIBLE, State, Trial
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Search:
         units: units of a whole trial, at the last of which a trial is complete.
     """
 
-    space: Space
+    space: SearchSpace
     settings: StudySettings
     seed: int
     units: int

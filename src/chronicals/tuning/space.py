@@ -155,7 +155,7 @@ def _number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The dimensions of a study, by name.
 
     Attributes:
@@ -167,7 +167,7 @@ class Space:
     recipe: Recipe
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], recipe: Recipe, metric: str) -> Space:
+    def of(cls, given: Mapping[str, Any], recipe: Recipe, metric: str) -> SearchSpace:
         """Return the space of a recipe, checked.
 
         Args:

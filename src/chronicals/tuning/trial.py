@@ -67,6 +67,13 @@ class Trial:
         """Name of its folder."""
         return f"{self.number:04d}"
 
+    @property
+    def last_score(self) -> float:
+        """The score, or the last one that was reported of a trial that is not complete."""
+        if self.value is not None:
+            return self.value
+        return self.reports[max(self.reports)]
+
     def write(self, folder: Path) -> None:
         """Write the trial into its folder, whole or not at all."""
         aside = folder / f".{TRIAL_FILE}.{os.getpid()}"

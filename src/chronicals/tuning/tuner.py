@@ -19,13 +19,13 @@ from chronicals.tuning.execution import Execution
 from chronicals.tuning.fields import SPEED
 from chronicals.tuning.journal import export
 from chronicals.tuning.mixture import make_model, sizes_of
-from chronicals.tuning.report import shown, write_report
+from chronicals.tuning.report import shown_value, write_report
 from chronicals.tuning.results import REPEATED, Results, results_of
 from chronicals.tuning.run_process import PROGRAM
-from chronicals.tuning.schedule import Budget, Schedule, schedule_of
+from chronicals.tuning.schedule import Budget, TrialSchedule, schedule_of
 from chronicals.tuning.search import Search, by_score, check_installed
 from chronicals.tuning.settings import divided
-from chronicals.tuning.space import Space
+from chronicals.tuning.space import SearchSpace
 from chronicals.tuning.study import Study
 from chronicals.tuning.trial import State, Trial
 
@@ -93,7 +93,7 @@ class Tuner:
                 "or validation_split"
             )
         dimensions = given or default_space(self.recipe, metric)
-        self.space = Space.of(dimensions, self.recipe, metric)
+        self.space = SearchSpace.of(dimensions, self.recipe, metric)
         beside = self.recipe.output_dir
         folder = beside.with_name(f"{beside.name}-study") if study is None else Path(study)
         self.study = Study(folder.expanduser().absolute())
@@ -242,7 +242,7 @@ class Tuner:
         self.space = replace(self.space, recipe=self.recipe)
         self._tell("log", f"{', '.join(sorted(changed))}: your own settings are those of trial 0")
 
-    def _prepare(self) -> Schedule:
+    def _prepare(self) -> TrialSchedule:
         """Return the schedule of the trials, and keep what the study is about.
 
         The length of the user's own run is measured once.
@@ -270,7 +270,7 @@ class Tuner:
         self.space = replace(self.space, recipe=self.recipe)
         return schedule_of(budget, self.settings, self.space)
 
-    def _search_of(self, schedule: Schedule) -> Search:
+    def _search_of(self, schedule: TrialSchedule) -> Search:
         return Search(self.space, self.settings, self.recipe.seed, schedule.units)
 
     def _search(self, search: Search, execution: Execution) -> None:
@@ -341,7 +341,9 @@ class Tuner:
             share = f"{last / self._units:.0%}"
             words = f"{metric} {trial.reports[last]:.6g} after {share} of the tokens"
         else:
-            words = ", ".join(f"{name} {shown(value)}" for name, value in trial.params.items())
+            words = ", ".join(
+                f"{name} {shown_value(value)}" for name, value in trial.params.items()
+            )
             if trial.repeats is not None:
                 words = f"trial {trial.repeats} again with seed {trial.seed}"
         self._tell("trial", f"trial {trial.number}: {words}", trial)

@@ -32,7 +32,7 @@ LAST = ("fill", "memory_gib", "epoch")
 """Metrics that are drawn before and after those of the objective."""
 
 
-def drawn(runs: Sequence[Metrics]) -> list[str]:
+def drawn_metrics(runs: Sequence[Metrics]) -> list[str]:
     """Return the metrics of some runs that are not zero throughout, in the order of their charts."""
     names: dict[str, None] = {}
     for run in runs:

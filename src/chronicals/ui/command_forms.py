@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from chronicals.ui.fields import FormField, Kind
+from chronicals.ui.fields import FieldKind, FormField
 from chronicals.ui.place import OutsideRoot, Place
 from chronicals.ui.recipes import READ_BELOW, Faults, check_path
 from chronicals.ui.words import Say
 
-CommandField = tuple[str, Kind, str, tuple[str, ...]]
+CommandField = tuple[str, FieldKind, str, tuple[str, ...]]
 """Name, kind, default and choices of a field, whose help is a text of its page."""
 
 

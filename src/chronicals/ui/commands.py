@@ -32,7 +32,7 @@ IMPORTED = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandEnd:
     """End of a command.
 
     Attributes:
@@ -88,13 +88,13 @@ class Commands:
                 self._reader = asyncio.create_task(self._read(self._process))
             return self._process
 
-    async def run(self, arguments: Sequence[str], seconds: float = SECONDS) -> Answer:
+    async def run(self, arguments: Sequence[str], seconds: float = SECONDS) -> CommandEnd:
         """Run ``chronicals`` with these arguments, and wait for its end."""
         return await self.run_module(COMMAND_LINE, arguments, seconds)
 
     async def run_module(
         self, module: str, arguments: Sequence[str] = (), seconds: float = SECONDS
-    ) -> Answer:
+    ) -> CommandEnd:
         """Run a module as ``python -m`` does; the process is killed where nobody waits any more."""
         process = await self.start()
         self._last += 1
@@ -116,13 +116,13 @@ class Commands:
                 await process.stdin.drain()
                 code = await asyncio.wait_for(self._ends[number], seconds)
             except TimeoutError:
-                return Answer(-signal.SIGKILL, "", f"no answer in {seconds:.0f} s")
+                return CommandEnd(-signal.SIGKILL, "", f"no answer in {seconds:.0f} s")
             except ConnectionError:
-                return Answer(-signal.SIGPIPE, "", "the process of short commands has ended")
+                return CommandEnd(-signal.SIGPIPE, "", "the process of short commands has ended")
             finally:
                 self._ends.pop(number, None)
                 self._kill(number)
-            return Answer(code, _text(output), _text(errors))
+            return CommandEnd(code, _text(output), _text(errors))
 
     def _kill(self, number: int) -> None:
         """Kill a command that still runs, with its processes."""

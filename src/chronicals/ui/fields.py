@@ -20,7 +20,7 @@ from chronicals.config.checked_class import headings_of
 from chronicals.config.sections import SECTIONS_FIELD
 from chronicals.config.values import split_values
 
-Kind = Literal["switch", "choice", "number", "text", "list", "mapping", "sources"]
+FieldKind = Literal["switch", "choice", "number", "text", "list", "mapping", "sources"]
 
 SOURCES = ("data", "validation_data")
 """Fields with an entry in each line, because the name of a file may have a comma."""
@@ -53,7 +53,7 @@ class FormField:
 
     name: str
     heading: str
-    kind: Kind
+    kind: FieldKind
     help: str
     default: str = ""
     choices: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ def field_of(name: str, about: Mapping[str, Any], heading: str, required: bool) 
     types = {way.get("type", "string") for way in ways}
     choices = [choice for way in ways for choice in _choices(way)]
     if name in SOURCES:
-        kind: Kind = "sources"
+        kind: FieldKind = "sources"
     elif "array" in types:
         kind = "list"
     elif "object" in types:

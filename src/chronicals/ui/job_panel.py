@@ -11,7 +11,7 @@ from nicegui import ui
 from chronicals.ui.command_forms import CommandForm
 from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, chip, command_line
-from chronicals.ui.jobs import Job, last_lines, shown
+from chronicals.ui.jobs import Job, last_lines, typed_command
 from chronicals.ui.panels import SHOWN_LINES
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import Services
@@ -68,7 +68,7 @@ class CommandPanel:
 
     def _show_command(self) -> None:
         try:
-            self.command.set_text(shown(self._arguments()[0]))
+            self.command.set_text(typed_command(self._arguments()[0]))
         except Faults:
             self.command.set_text("")
 

@@ -22,7 +22,7 @@ from chronicals.ui.keeper import ENDED, JOB, OUTPUT, STARTED
 from chronicals.ui.place import Place, read_record, write_record
 from chronicals.ui.processes import ask_to_stop, is_running
 
-State = Literal["waiting", "starting", "running", "finished", "stopped", "failed"]
+JobState = Literal["waiting", "starting", "running", "finished", "stopped", "failed"]
 
 LAUNCHED = "launched"
 """File that the first to start a job creates; nobody starts it a second time."""
@@ -43,7 +43,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "chronicals.cli", *arguments]
 
 
-def shown(arguments: Sequence[str]) -> str:
+def typed_command(arguments: Sequence[str]) -> str:
     """Return a command of ours as it is typed in a terminal."""
     return shlex.join(["chronicals", *arguments])
 
@@ -85,7 +85,7 @@ class Job:
     @property
     def shown(self) -> str:
         """The command as it is typed in a terminal."""
-        return shown(self.arguments)
+        return typed_command(self.arguments)
 
     @property
     def log(self) -> Path:
@@ -98,7 +98,7 @@ class Job:
         return read_record(self.folder / ENDED, {}).get("code")
 
     @property
-    def state(self) -> State:
+    def state(self) -> JobState:
         """State of the job now, by its files and by its process."""
         ended = read_record(self.folder / ENDED)
         if ended is not None:

@@ -23,7 +23,7 @@ ENDED = "ended.json"
 OUTPUT = "output.log"
 
 
-def keep(folder: Path) -> int:
+def keep_job(folder: Path) -> int:
     """Run the job of a folder, and return the exit code of its command."""
     # A handler, unlike SIG_IGN, is not inherited by the command.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -52,4 +52,4 @@ def keep(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1])))
+    sys.exit(keep_job(Path(sys.argv[1])))

@@ -12,14 +12,14 @@ from urllib.parse import quote
 import yaml
 from nicegui import ui
 
-from chronicals.ui.charts import TITLES, drawn, line_chart
+from chronicals.ui.charts import TITLES, drawn_metrics, line_chart
 from chronicals.ui.form import RecipeDraft
 from chronicals.ui.frame import card, chip, command_line
-from chronicals.ui.jobs import Job, last_lines, shown
+from chronicals.ui.jobs import Job, last_lines, typed_command
 from chronicals.ui.metrics import Curve, Metrics
 from chronicals.ui.place import replace_file
 from chronicals.ui.recipes import Faults
-from chronicals.ui.runs import SAMPLES, Run, last_records
+from chronicals.ui.runs import SAMPLES, RunEntry, last_records
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
 
@@ -107,7 +107,7 @@ class PlanPanel:
             return
         replace_file(file, yaml.safe_dump(values, sort_keys=False))
         arguments = ["plan", self.services.place.name(file), "--json"]
-        self.command.set_text(shown(arguments))
+        self.command.set_text(typed_command(arguments))
         answer = await self.services.commands.run(arguments)
         if number != self._number:
             return
@@ -176,7 +176,7 @@ class RunPanel:
     """
 
     services: Services
-    find: Callable[[], Run | None]
+    find: Callable[[], RunEntry | None]
     say: Say
 
     def build(self) -> None:
@@ -216,7 +216,7 @@ class RunPanel:
             with self.top:
                 ui.label(self.say("run.none")).classes("quiet")
 
-    def _show_top(self, run: Run, state: str, metrics: Metrics) -> None:
+    def _show_top(self, run: RunEntry, state: str, metrics: Metrics) -> None:
         self.top.clear()
         with self.top:
             with ui.element("div").classes("run-head"):
@@ -239,8 +239,8 @@ class RunPanel:
                     ui.label(self.say("run.failed", code=run.job.code)).classes("failure-title")
                     ui.label(run.job.reason()).classes("pre")
 
-    def _show_charts(self, run: Run, metrics: Metrics, anew: bool) -> None:
-        names = drawn([metrics])
+    def _show_charts(self, run: RunEntry, metrics: Metrics, anew: bool) -> None:
+        names = drawn_metrics([metrics])
         if anew or list(self._charts) != names:
             self.charts.clear()
             self._charts = {}
@@ -251,7 +251,7 @@ class RunPanel:
         for name, chart in self._charts.items():
             redraw(chart, line_chart({run.name: metrics.curve(name)}))
 
-    def _show_samples(self, run: Run) -> None:
+    def _show_samples(self, run: RunEntry) -> None:
         """Show the last answers of the run, with their rewards where it was trained on them."""
         samples = last_records(run.folder / SAMPLES, SHOWN_SAMPLES)
         self.samples.clear()
@@ -310,7 +310,7 @@ def redraw(chart: ui.echart, options: dict[str, Any]) -> None:
     chart.update()
 
 
-def run_actions(services: Services, run: Run, say: Say) -> None:
+def run_actions(services: Services, run: RunEntry, say: Say) -> None:
     """Build the buttons that change a run: stop and resume; and links to what it left."""
     job = run.job
     if job is not None and run.state in ("running", "starting", "waiting"):

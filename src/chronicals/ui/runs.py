@@ -36,7 +36,7 @@ process is not known. Trainers log steps and evaluations, which take less on mos
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEntry:
     """A folder that training wrote, or a job that is to write it.
 
     Attributes:
@@ -107,17 +107,19 @@ class Runs:
     place: Place
     jobs: Jobs
 
-    def all(self) -> list[Run]:
+    def all(self) -> list[RunEntry]:
         """Return all runs, the last changed first."""
         jobs: dict[str, Job] = {}
         for job in reversed(self.jobs.all()):  # of several the newest stays
             if job.output and job.arguments[0] == "train":
                 jobs[job.output] = job
         names = {self.place.name(folder) for folder in run_folders(self.place.root)}
-        found = [Run(name, self.place.root / name, jobs.get(name)) for name in names | jobs.keys()]
+        found = [
+            RunEntry(name, self.place.root / name, jobs.get(name)) for name in names | jobs.keys()
+        ]
         return sorted(found, key=lambda run: run.changed, reverse=True)
 
-    def named(self, name: str) -> Run:
+    def named(self, name: str) -> RunEntry:
         """Return the run in a folder.
 
         Raises:
@@ -128,7 +130,7 @@ class Runs:
         job = next((job for job in writers if job.arguments[0] == "train"), None)
         if job is None and not is_run(folder):
             raise ConfigurationError(f"{name!r}: holds no run")
-        return Run(self.place.name(folder), folder, job)
+        return RunEntry(self.place.name(folder), folder, job)
 
     def free_folder(self, objective: str) -> str:
         """Return a name for the folder of a new run: ``runs/sft-1``."""

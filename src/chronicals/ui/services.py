@@ -13,7 +13,7 @@ from typing import Any
 
 from chronicals.config.recipe import METRICS_FILE
 from chronicals.ui.chats import Chats
-from chronicals.ui.commands import Answer, Commands
+from chronicals.ui.commands import CommandEnd, Commands
 from chronicals.ui.drafts import Drafts
 from chronicals.ui.fields import FormField, section_fields
 from chronicals.ui.jobs import Jobs
@@ -21,7 +21,7 @@ from chronicals.ui.metrics import Metrics
 from chronicals.ui.place import Place, read_record, write_record
 from chronicals.ui.queues import Queues
 from chronicals.ui.recipes import RecipeForm, fields_of
-from chronicals.ui.runs import Run, Runs
+from chronicals.ui.runs import RunEntry, Runs
 from chronicals.ui.words import Say, words_of
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Services:
             await asyncio.sleep(SECONDS_BETWEEN_STARTS)
 
     async def _learn(self) -> None:
-        found: Answer = await self.commands.run_module("chronicals.ui.settings")
+        found: CommandEnd = await self.commands.run_module("chronicals.ui.settings")
         if found.code == 0:
             self.schemas = json.loads(found.output)
         else:
@@ -137,7 +137,7 @@ class Services:
         numbers = [name.split()[1] for name in found if name.startswith("card ")]
         return numbers or ["cpu"]
 
-    def metrics(self, run: Run) -> Metrics:
+    def metrics(self, run: RunEntry) -> Metrics:
         """Return the curves of a run, read up to the last line."""
         known = self._metrics.setdefault(run.name, Metrics(run.folder / METRICS_FILE))
         known.read_on()

@@ -89,9 +89,7 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     drawn = _Drawn.of(device)
-    gate = drawn.gate
-    width = WIDTH
-    kernels = "triton" if runs_triton(gate) else "torch"
+    kernels = "triton" if runs_triton(drawn.gate) else "torch"
     runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
     cases = [*_of_tokens(drawn), *_of_heads(drawn)]
     names = {name for name, *_ in cases}
@@ -105,45 +103,11 @@ def self_test(only: Collection[str] | None = None) -> list[SelfTest]:
     if only is not None:
         return compared
     if not lacks_fp8(device):
-        inputs = gate, drawn.random(width, width) * 0.1
-        compared.append(
-            _compare(
-                "fp8_linear",
-                kernels,
-                fp8_linear,
-                rounded_linear,
-                inputs,
-                torch.nn.functional.linear,
-            )
-        )
-    # An adapter's three products under dropout beside products of dropped-out tensors.
-    a = drawn.random(8, width)
-    g = drawn.random(len(gate), 8)
-    seed = draw_seed(gate)
-    dropout = 0.1
-
-    def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
-        kept = dropped_reference(x, seed, dropout)
-        return [kept @ a.t(), g.t() @ kept, x + dropped_reference(g @ a, seed, dropout)]
-
-    u = gate.new_empty(len(gate), len(a))
-    dropped_down(gate, a, seed, dropout, u)
-    ours = [
-        u,
-        dropped_gradient_of_down(g, gate, seed, dropout),
-        add_dropped_product_(gate.clone(), g, a, seed, dropout),
-    ]
-    exact = by_products(gate.double(), a.double(), g.double())
-    plain = by_products(gate, a, g)
-    dropped = _judged("dropped_products", kernels, ours, plain, exact, gate.dtype)
-    tensors = [gate, drawn.up.float(), drawn.hidden.half()]
-    norm = gradient_norm(tensors)
-    plain_norm = gradient_norm_reference(tensors)
-    exact_norm = torch.cat([x.double().flatten() for x in tensors]).norm()
+        compared.append(_compare_fp8_linear(drawn, kernels))
     return [
         *compared,
-        dropped,
-        _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
+        _compare_dropped_products(drawn, kernels),
+        _compare_gradient_norm(drawn, kernels),
         _compare_adamw(kernels, device),
     ]
 
@@ -346,6 +310,46 @@ def _judged(
     passed = all(error <= max(_ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
+
+
+def _compare_fp8_linear(drawn: _Drawn, runs_as: str) -> SelfTest:
+    """Compare a product in FP8 with one of rounded operands; the definition rounds nothing."""
+    inputs = drawn.gate, drawn.random(WIDTH, WIDTH) * 0.1
+    definition = torch.nn.functional.linear
+    return _compare("fp8_linear", runs_as, fp8_linear, rounded_linear, inputs, definition)
+
+
+def _compare_dropped_products(drawn: _Drawn, runs_as: str) -> SelfTest:
+    """Compare an adapter's three products under dropout with products of dropped-out tensors."""
+    x = drawn.gate
+    a = drawn.random(8, WIDTH)
+    g = drawn.random(len(x), 8)
+    seed = draw_seed(x)
+    dropout = 0.1
+
+    def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
+        kept = dropped_reference(x, seed, dropout)
+        return [kept @ a.t(), g.t() @ kept, x + dropped_reference(g @ a, seed, dropout)]
+
+    u = x.new_empty(len(x), len(a))
+    dropped_down(x, a, seed, dropout, u)
+    ours = [
+        u,
+        dropped_gradient_of_down(g, x, seed, dropout),
+        add_dropped_product_(x.clone(), g, a, seed, dropout),
+    ]
+    plain = by_products(x, a, g)
+    exact = by_products(x.double(), a.double(), g.double())
+    return _judged("dropped_products", runs_as, ours, plain, exact, x.dtype)
+
+
+def _compare_gradient_norm(drawn: _Drawn, runs_as: str) -> SelfTest:
+    """Compare the norm of tensors of several dtypes together."""
+    tensors = [drawn.gate, drawn.up.float(), drawn.hidden.half()]
+    norm = gradient_norm(tensors)
+    plain = gradient_norm_reference(tensors)
+    exact = torch.cat([x.double().flatten() for x in tensors]).norm()
+    return _judged("gradient_norm", runs_as, [norm], [plain], [exact], torch.float32)
 
 
 def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:

@@ -46,7 +46,7 @@ PAIRS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
-class Scores:
+class PairScores:
     """Scores of a group of G pairs, ``[G]`` each.
 
     Attributes:
@@ -183,7 +183,7 @@ class Losses:
         self.work = work
         self.pair_steps = pair_steps
         self.at_once = at_once
-        self.start = list[list[Scores]]()
+        self.start = list[list[PairScores]]()
         if work.objective == "dpo":
             with torch.no_grad():
                 for step in pair_steps.steps:
@@ -239,7 +239,7 @@ def in_bf16(model: Any) -> Iterator[None]:
             parameter.data = value
 
 
-def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False) -> Scores:
+def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False) -> PairScores:
     """Compute the scores of all rows together, padded on the right.
 
     Args:
@@ -261,10 +261,12 @@ def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False
     chosen, rejected = (log_p * in_answer).sum(1).chunk(2)
     trained = log_p[: len(pairs)].sum(1) if prompt_is_trained else chosen
     chosen_tokens, rejected_tokens = in_answer.sum(1).chunk(2)
-    return Scores(chosen, rejected, chosen_tokens, rejected_tokens, trained)
+    return PairScores(chosen, rejected, chosen_tokens, rejected_tokens, trained)
 
 
-def dpo_loss(work: PairWork, micro_batch: Sequence[Pair], scores: Scores, start: Scores) -> Tensor:
+def dpo_loss(
+    work: PairWork, micro_batch: Sequence[Pair], scores: PairScores, start: PairScores
+) -> Tensor:
     """Return the part of DPO's loss of a micro-batch that is that of a group of its pairs.
 
     Args:
@@ -278,7 +280,7 @@ def dpo_loss(work: PairWork, micro_batch: Sequence[Pair], scores: Scores, start:
 
 
 def orpo_loss(
-    work: PairWork, micro_batch: Sequence[Pair], scores: Scores, prompt_is_trained: bool
+    work: PairWork, micro_batch: Sequence[Pair], scores: PairScores, prompt_is_trained: bool
 ) -> Tensor:
     """Return the part of ORPO's loss of a micro-batch that is that of a group of its pairs.
 

@@ -123,13 +123,7 @@ def _normal_message(message: Any, where: str) -> Message:
     speaker = fields["role"] if "role" in fields else fields.pop("from", None)
     if speaker is None:
         raise DataError(f"{where} has no role, only {sorted(fields)}", "missing_field")
-    role = ROLE_ALIASES.get(speaker, speaker) if isinstance(speaker, str) else speaker
-    if role not in MESSAGE_ROLES:
-        raise DataError(
-            f"{where}: unknown role {speaker!r}; there are "
-            f"{', '.join((*MESSAGE_ROLES, *ROLE_ALIASES))}",
-            "unknown_role",
-        )
+    role = _role_of(speaker, where)
     content = fields["content"] if "content" in fields else fields.pop("value", None)
     if speaker == "function_call":
         calls = read_json(content, "value", where)
@@ -145,21 +139,43 @@ def _normal_message(message: Any, where: str) -> Message:
     if "tool_calls" in fields:
         fields["tool_calls"] = _normal_calls(fields["tool_calls"], where)
     if "weight" in fields:
-        # OpenAI's weight: 0 is ``train: false``, 1 is the same as none.
-        weight = fields.pop("weight")
-        if not isinstance(weight, Number) or weight not in (0, 1):
-            raise DataError(
-                f"{where} ({role}): weight={weight!r} is not supported; it must be the number 0 "
-                "or 1",
-                "wrong_type",
-            )
-        if weight == 0 and fields.setdefault("train", False) is not False:
-            raise DataError(
-                f"{where} ({role}): weight=0 contradicts train={fields['train']!r}; keep one of "
-                "them",
-                "wrong_type",
-            )
+        _apply_weight(fields, f"{where} ({role})")
     return fields
+
+
+def _role_of(speaker: Any, where: str) -> Any:
+    """Return the role of a speaker, who may have a name of another format.
+
+    Raises:
+        DataError: there is no such role.
+    """
+    role = ROLE_ALIASES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    if role not in MESSAGE_ROLES:
+        raise DataError(
+            f"{where}: unknown role {speaker!r}; there are "
+            f"{', '.join((*MESSAGE_ROLES, *ROLE_ALIASES))}",
+            "unknown_role",
+        )
+    return role
+
+
+def _apply_weight(fields: Message, where: str) -> None:
+    """Put ``train`` in the place of OpenAI's weight: 0 is ``train: false``, 1 the same as none.
+
+    Raises:
+        DataError: the weight is another one, or contradicts ``train``.
+    """
+    weight = fields.pop("weight")
+    if not isinstance(weight, Number) or weight not in (0, 1):
+        raise DataError(
+            f"{where}: weight={weight!r} is not supported; it must be the number 0 or 1",
+            "wrong_type",
+        )
+    if weight == 0 and fields.setdefault("train", False) is not False:
+        raise DataError(
+            f"{where}: weight=0 contradicts train={fields['train']!r}; keep one of them",
+            "wrong_type",
+        )
 
 
 def _present_fields(fields: Mapping[str, Any]) -> Message:

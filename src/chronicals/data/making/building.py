@@ -30,7 +30,7 @@ from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.making.processes import TokenizingProcesses
 from chronicals.data.making.store import STORE_SCHEMA, STORE_SCHEMA_OF_ITEMS, TokenStore
 from chronicals.data.reading.gate import EXAMPLES, DataError, DataReport
-from chronicals.data.reading.records import Chunk, Unparsed, chunks_of
+from chronicals.data.reading.records import RowChunk, Unparsed, chunks_of
 from chronicals.data.reading.sources import (
     RowSource,
     bytes_to_read,
@@ -261,7 +261,7 @@ class _Counts:
     places: list[np.ndarray] = field(default_factory=list)
     labels: set[int] = field(default_factory=set)
 
-    def add(self, chunk: Chunk, encoded: Encoded) -> None:
+    def add(self, chunk: RowChunk, encoded: Encoded) -> None:
         """Count the documents of a chunk."""
         documents = encoded.documents
         self.report.add(encoded.report)

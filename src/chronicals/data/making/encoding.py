@@ -28,7 +28,7 @@ from chronicals.data.making.documents import (
 from chronicals.data.making.recognition import RecognisedChunk, Recogniser
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.ledger import UNRECOGNISED
-from chronicals.data.reading.records import CHUNK_ROWS, Chunk
+from chronicals.data.reading.records import CHUNK_ROWS, RowChunk
 from chronicals.data.tokens.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.tokens.template import Tokenizer
 
@@ -76,7 +76,7 @@ class ChunkEncoder:
         self.recogniser = Recogniser(tokenizer, self.marks.special)
         self.batch_encoder = BatchEncoder(tokenizer)
 
-    def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+    def encoded(self, chunks: Iterable[RowChunk]) -> Iterator[tuple[RowChunk, Encoded]]:
         """Yield each chunk and its documents.
 
         While one chunk is tokenised, without the GIL, the next is read and recognised.

@@ -41,7 +41,7 @@ from chronicals.data.making.worker import (
     read_frame,
     write_frame,
 )
-from chronicals.data.reading.records import Chunk
+from chronicals.data.reading.records import RowChunk
 from chronicals.data.tokens.batch_encoding import calls_rust_only
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class TokenizingProcesses:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+    def encoded(self, chunks: Iterator[RowChunk]) -> Iterator[tuple[RowChunk, Encoded]]:
         """Yield each chunk and its documents, as ``ChunkEncoder.encoded`` does.
 
         This process begins, and hands over when the first of the others is ready. It then makes
@@ -120,9 +120,9 @@ class TokenizingProcesses:
             ChildProcessError: a process has died.
         """
         yield from self.encoder.encoded(self._until_helped(chunks))
-        waiting: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
+        waiting: deque[tuple[RowChunk, Future[Encoded] | None]] = deque()
 
-        def first_waiting() -> tuple[Chunk, Encoded]:
+        def first_waiting() -> tuple[RowChunk, Encoded]:
             chunk, answer = waiting.popleft()
             if answer is None:
                 return next(self.encoder.encoded([chunk]))
@@ -140,7 +140,7 @@ class TokenizingProcesses:
         while waiting:
             yield first_waiting()
 
-    def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def _until_helped(self, chunks: Iterator[RowChunk]) -> Iterator[RowChunk]:
         """Yield chunks until another process is free to take the next one."""
         letters = 0
         asked = self.count < 2

@@ -50,7 +50,7 @@ from chronicals.data.kinds.rows import (
 from chronicals.data.making.documents import MISMATCHED_SIDE
 from chronicals.data.reading.gate import DataError, DataReport
 from chronicals.data.reading.plain_values import is_object
-from chronicals.data.reading.records import BadRow, Chunk, RowRecord, parsed
+from chronicals.data.reading.records import BadRow, RowChunk, RowRecord, parsed
 from chronicals.data.tokens.conversation import messages_of, trained_messages
 from chronicals.data.tokens.template import Tokenizer
 
@@ -123,7 +123,7 @@ class RecognisedChunk:
         left_out: by number of row, the gate's rule for which it is left out.
     """
 
-    chunk: Chunk
+    chunk: RowChunk
     report: DataReport
     drafts: list[Draft] = field(default_factory=list)
     labels: dict[int, int] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Recogniser:
         self.special_tokens = special_tokens
         self.requested = tokenizer.kinds - {*DOCUMENT_KINDS}
 
-    def recognised(self, chunk: Chunk) -> RecognisedChunk:
+    def recognised(self, chunk: RowChunk) -> RecognisedChunk:
         """Return the documents that a chunk is to become; its faults are counted."""
         report = DataReport(
             rows=len(chunk.records), answers=self.tokenizer.kinds.isdisjoint(DOCUMENT_KINDS)

@@ -35,7 +35,7 @@ from chronicals.data.kinds.messages import holds_media
 from chronicals.data.making.documents import FlatDocuments
 from chronicals.data.making.encoding import ChunkEncoder, Encoded
 from chronicals.data.reading.gate import DataReport
-from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, BadRow, Chunk, Line
+from chronicals.data.reading.records import MEDIA_FIELDS, READ_FIELDS, BadRow, Line, RowChunk
 from chronicals.data.tokens.template import Tokenizer
 
 WORKER_SETTINGS = "how.json"
@@ -80,7 +80,7 @@ def read_frame(stream: IO[bytes]) -> Frame | None:
     return json.loads(header), body
 
 
-def frame_of_chunk(chunk: Chunk) -> Frame | None:
+def frame_of_chunk(chunk: RowChunk) -> Frame | None:
     """Return a chunk's rows without the fields that nobody reads.
 
     None if a row holds what JSON has no form for: this process then tokenises the chunk itself.
@@ -118,7 +118,7 @@ def frame_of_chunk(chunk: Chunk) -> Frame | None:
     return header, b"".join(lines)
 
 
-def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
+def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> RowChunk:
     """Return the chunk that ``frame_of_chunk`` wrote."""
     records = list[Any]()
     end = 0
@@ -128,7 +128,7 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
     for number, fault in header["bad"].items():
         records[int(number)] = BadRow(*fault)
     earlier = header["earlier"]
-    return Chunk(header["first"], header["places"], records[earlier:], earlier=records[:earlier])
+    return RowChunk(header["first"], header["places"], records[earlier:], earlier=records[:earlier])
 
 
 def frame_of_encoded(encoded: Encoded) -> Frame:
@@ -269,7 +269,7 @@ def tokenise_for_parent() -> None:
     encoder = ChunkEncoder(tokenizer, width, settings["overlong"], WORKER_ROWS_AT_ONCE)
     encoder.batch_encoder.on_one_core()
     # The first row fills caches that all processes then share.
-    list(encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])]))
+    list(encoder.encoded([RowChunk(0, ["a row"], [{"text": "a"}])]))
     gc.freeze()
     sys.exit(forked(pipes, lambda own: serve(encoder, same, own)))
 

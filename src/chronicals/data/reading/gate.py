@@ -34,7 +34,7 @@ class DataError(ValueError):
         self.rule = rule or self.rule
 
 
-class Rule(NamedTuple):
+class GateRule(NamedTuple):
     """A rule of the gate.
 
     Attributes:
@@ -49,32 +49,32 @@ class Rule(NamedTuple):
 
 
 RULES = {
-    "unparsable_line": Rule("lines that do not parse", "mend or delete them", 0),
-    "missing_field": Rule(
+    "unparsable_line": GateRule("lines that do not parse", "mend or delete them", 0),
+    "missing_field": GateRule(
         "rows without a field they need",
         "fill it in, or name the columns with 'columns' (in memory: rename them)",
         0,
     ),
-    "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
-    "unread_field": Rule(
+    "wrong_type": GateRule("rows with a field of the wrong type", "mend them", 0),
+    "unread_field": GateRule(
         "plain completions with a system message, tools or a history, which are left out",
         "set completions_as_chat=True to render them through the chat template, which has a place "
         "for them",
         1,
     ),
-    "pictures_or_sound": Rule(
+    "pictures_or_sound": GateRule(
         "rows with pictures, video or sound, of which only text could be trained",
         "leave them out (allowed, they are), or remove the column or the parts where the text "
         "says it all",
         0,
     ),
-    "columns_recognised": Rule(
+    "columns_recognised": GateRule(
         "rows whose columns were taken for prompt and completion by their names",
         "nothing, if that is meant; else name them: columns={'prompt': 'THEIR_PROMPT', "
         "'completion': 'THEIR_ANSWER'}",
         None,
     ),
-    "plain_completion": Rule(
+    "plain_completion": GateRule(
         "prompts and completions without the chat template that this tokenizer has, unlike what a "
         "chat with the model sends",
         "set completions_as_chat=True to render them as a user's and an assistant's message, "
@@ -82,143 +82,147 @@ RULES = {
         "texts hold turns of their own ('Human:', 'Assistant:'), which belong in messages",
         1,
     ),
-    "repeated_prompt": Rule(
+    "repeated_prompt": GateRule(
         "answers that begin with the whole prompt, which is trained once more there",
         "leave it out of the answers, unless that is meant",
         1,
     ),
-    "unusable_kind": Rule(
+    "unusable_kind": GateRule(
         "rows this objective cannot train on", "choose their objective, or map their columns", 0
     ),
-    "empty_conversation": Rule("conversations without a message", "delete them", 0),
-    "unknown_role": Rule(
+    "empty_conversation": GateRule("conversations without a message", "delete them", 0),
+    "unknown_role": GateRule(
         "messages of an unknown role", "use system, developer, user, assistant or tool", 0
     ),
-    "empty_answer": Rule(
+    "empty_answer": GateRule(
         "empty answers, which teach to say nothing", "delete them or fill them in", 0
     ),
-    "no_assistant_turn": Rule(
+    "no_assistant_turn": GateRule(
         "conversations without an assistant's turn",
         "let them end with the assistant, or delete them; where all is trained, use "
         "objective='pretraining'",
         0.5,
     ),
-    "consecutive_answers": Rule(
+    "consecutive_answers": GateRule(
         "two assistant's turns in a row", "join them, unless this is meant", 1
     ),
-    "late_system_message": Rule(
+    "late_system_message": GateRule(
         "system messages in the middle of a conversation", "put them first", 1
     ),
-    "template_refuses": Rule(
+    "template_refuses": GateRule(
         "conversations the chat template refuses", "mend them, or use another template", 0
     ),
-    "template_differs": Rule(
+    "template_differs": GateRule(
         "conversations rendered otherwise in training than in generation", "use another template", 0
     ),
-    "no_stop_token": Rule(
+    "no_stop_token": GateRule(
         "answers the chat template does not close with a stop token", "use a template that does", 0
     ),
-    "masked_stop": Rule(
+    "masked_stop": GateRule(
         "answers whose stop token is not trained", "train the token that ends the answer", 0
     ),
-    "cut_stop": Rule(
+    "cut_stop": GateRule(
         "answers that lost their stop token to the cut",
         "raise max_seq_length, or set overlong='drop'",
         0.5,
     ),
-    "masked_row": Rule("rows with no token to train on", "look at their labels and roles", 0.5),
-    "masked_by_cut": Rule(
+    "masked_row": GateRule("rows with no token to train on", "look at their labels and roles", 0.5),
+    "masked_by_cut": GateRule(
         "rows with an answer of which the cut leaves no token to train on",
         "raise max_seq_length",
         0.5,
     ),
-    "double_bos": Rule(
+    "double_bos": GateRule(
         "rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0
     ),
-    "special_token_in_text": Rule(
+    "special_token_in_text": GateRule(
         "texts that hold a special token", "remove it, unless this is meant", 1
     ),
-    "trained_padding": Rule(
+    "trained_padding": GateRule(
         "rows that train the padding token", "mask it, or choose another pad_token", 0
     ),
-    "vocabulary_too_large": Rule(
+    "vocabulary_too_large": GateRule(
         "tokens of the tokenizer that the embedding lacks", "set resize_embeddings=True", 1
     ),
-    "id_out_of_range": Rule(
+    "id_out_of_range": GateRule(
         "token ids outside the model's embedding", "use the model's own tokenizer", 0
     ),
-    "byte_garbage": Rule(
+    "byte_garbage": GateRule(
         "texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1
     ),
-    "cut_row": Rule(
+    "cut_row": GateRule(
         "rows cut at max_seq_length",
         "raise max_seq_length, or set overlong='drop', or 'split' where a row is one document",
         1,
     ),
-    "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
-    "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
-    "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),
-    "no_common_prompt": Rule(
+    "split_row": GateRule(
+        "rows split at max_seq_length", "nothing, if documents may be split", None
+    ),
+    "dropped_row": GateRule(
+        "rows longer than max_seq_length, left out", "raise max_seq_length", 0.5
+    ),
+    "single_token": GateRule("rows of a single token", "look at what the column holds", 0.5),
+    "no_common_prompt": GateRule(
         "pairs without a prompt, whose answers do not begin alike",
         "give them a prompt, or name its column with 'columns'",
         0.5,
     ),
-    "other_prompt": Rule(
+    "other_prompt": GateRule(
         "answers that begin with a question other than that of their row's prompt",
         "leave the prompt out where the conversations hold it all, or let the answers begin "
         "behind it",
         0.5,
     ),
-    "identical_answers": Rule(
+    "identical_answers": GateRule(
         "pairs of two equal answers, which teach nothing",
         "remove them, or name the right columns",
         0.1,
     ),
-    "tied_scores": Rule(
+    "tied_scores": GateRule(
         "ranked answers that have one score", "score them apart, or remove them", 0.5
     ),
-    "unusable_scores": Rule(
+    "unusable_scores": GateRule(
         "ranked answers without one finite number as the score of each, or fewer than two",
         "mend or delete them",
         0,
     ),
-    "unusable_label": Rule(
+    "unusable_label": GateRule(
         "judged answers without a label, or with one that is neither true nor false",
         "write true for good answers and false for bad ones, or name the column with 'columns'",
         0,
     ),
-    "no_other_prompt": Rule(
+    "no_other_prompt": GateRule(
         "judged answers near which all have the same prompt, so that none is an answer to another "
         "one",
         "shuffle the rows, or add answers to other prompts",
         0.5,
     ),
-    "no_room_for_other": Rule(
+    "no_room_for_other": GateRule(
         "judged answers that leave no room for one to another prompt, so that the divergence is "
         "estimated without them",
         "raise max_seq_length",
         1,
     ),
-    "one_label": Rule(
+    "one_label": GateRule(
         "answers that are all good, or all bad",
         "add answers of the other label, unless this is meant: unlearning, say",
         1,
     ),
-    "empty_prompt": Rule("prompts without a text", "delete them or fill them in", 0),
-    "answered_prompt": Rule(
+    "empty_prompt": GateRule("prompts without a text", "delete them or fill them in", 0),
+    "answered_prompt": GateRule(
         "prompts that end with an assistant's answer, behind which nothing is to be said",
         "leave the answer out of the prompt; a column of its own goes to the rewards",
         0,
     ),
-    "no_room": Rule(
+    "no_room": GateRule(
         "prompts that leave no room for an answer of max_new_tokens in max_seq_length",
         "raise max_seq_length, or lower max_new_tokens",
         0.1,
     ),
-    "duplicate_row": Rule(
+    "duplicate_row": GateRule(
         "documents that are in the data more than once", "remove them, unless this is meant", 1
     ),
-    "held_out_in_training": Rule(
+    "held_out_in_training": GateRule(
         "held-out documents that are trained on as well", "remove them from one of the two", 0.5
     ),
 }

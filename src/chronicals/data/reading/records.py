@@ -135,7 +135,7 @@ def encodable(value: Any, text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """Rows that follow each other, as they were read.
 
     Attributes:
@@ -153,7 +153,7 @@ class Chunk:
     earlier: list[RowRecord | BadRow | Line] = field(default_factory=list)
 
 
-def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
+def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[RowChunk]:
     """Yield the rows in chunks.
 
     Args:
@@ -170,14 +170,14 @@ def chunks_of(rows: Iterable[Unparsed], earlier: int = 0) -> Iterator[Chunk]:
         records.append(record)
         letters += _letters(record)
         if len(records) == CHUNK_ROWS or letters >= CHUNK_LETTERS:
-            yield Chunk(first, places, records, letters, [*before])
+            yield RowChunk(first, places, records, letters, [*before])
             before.extend(records)
             first += len(records)
             letters = 0
             places = []
             records = []
     if records:
-        yield Chunk(first, places, records, letters, [*before])
+        yield RowChunk(first, places, records, letters, [*before])
 
 
 def _letters(value: Any) -> int:

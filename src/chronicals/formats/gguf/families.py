@@ -23,7 +23,7 @@ from chronicals.formats.gguf.rotation import (
 
 
 @dataclass(frozen=True)
-class Setting:
+class FileSetting:
     """A setting of the file and the field of the configuration that holds the same value.
 
     Attributes:
@@ -84,7 +84,7 @@ class Family:
     """
 
     architecture: str
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[FileSetting, ...] = ()
     implied: Mapping[str, Any] = field(default_factory=dict)
     reorders_heads: bool = False
     norm_offset: float = 0.0
@@ -172,40 +172,40 @@ def _mrope_sections(config: Any) -> list[int]:
 # --- the table
 
 COMMON_SETTINGS = (
-    Setting("num_hidden_layers", "block_count"),
-    Setting("max_position_embeddings", "context_length"),
-    Setting("hidden_size", "embedding_length"),
-    Setting("num_attention_heads", "attention.head_count"),
-    Setting(
+    FileSetting("num_hidden_layers", "block_count"),
+    FileSetting("max_position_embeddings", "context_length"),
+    FileSetting("hidden_size", "embedding_length"),
+    FileSetting("num_attention_heads", "attention.head_count"),
+    FileSetting(
         "num_key_value_heads",
         "attention.head_count_kv",
         default=lambda config: config.num_attention_heads,
     ),
-    Setting("head_dim", "attention.key_length", default=head_dim),
-    Setting(None, "attention.value_length", written=head_dim),
-    Setting(None, "vocab_size", written=lambda config: config.vocab_size),
-    Setting(
+    FileSetting("head_dim", "attention.key_length", default=head_dim),
+    FileSetting(None, "attention.value_length", written=head_dim),
+    FileSetting(None, "vocab_size", written=lambda config: config.vocab_size),
+    FileSetting(
         None,
         "rope.dimension_count",
         written=lambda config: int(
             head_dim(config) * rope_of(config).get("partial_rotary_factor", 1.0)
         ),
     ),
-    Setting("intermediate_size", "feed_forward_length", optional=True),
-    Setting("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
+    FileSetting("intermediate_size", "feed_forward_length", optional=True),
+    FileSetting("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
 )
 """Settings of every family; those of the rotation are in ``rotation.py``."""
 
-CONTEXT_WITHIN_WINDOW = Setting(
+CONTEXT_WITHIN_WINDOW = FileSetting(
     "max_position_embeddings", "context_length", written=_context_within_window
 )
 """Context of a family whose window llama.cpp leaves out: it ends where the window does."""
 
-WINDOW = Setting("sliding_window", "attention.sliding_window")
-EXPERTS_USED = Setting("num_experts_per_tok", "expert_used_count")
-ROUTED_EXPERTS = (Setting("num_experts", "expert_count"), EXPERTS_USED)
-LOCAL_EXPERTS = (Setting("num_local_experts", "expert_count"), EXPERTS_USED)
-EXPERT_WIDTH = Setting("moe_intermediate_size", "expert_feed_forward_length")
+WINDOW = FileSetting("sliding_window", "attention.sliding_window")
+EXPERTS_USED = FileSetting("num_experts_per_tok", "expert_used_count")
+ROUTED_EXPERTS = (FileSetting("num_experts", "expert_count"), EXPERTS_USED)
+LOCAL_EXPERTS = (FileSetting("num_local_experts", "expert_count"), EXPERTS_USED)
+EXPERT_WIDTH = FileSetting("moe_intermediate_size", "expert_feed_forward_length")
 
 SILU = {"hidden_act": "silu"}
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -237,7 +237,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("QWEN2", implied=SILU | FULL_ATTENTION),
     "qwen2_5_vl_text": Family(
         "QWEN2VL",
-        settings=(Setting(None, "rope.dimension_sections", list, written=_mrope_sections),),
+        settings=(FileSetting(None, "rope.dimension_sections", list, written=_mrope_sections),),
         implied=SILU | FULL_ATTENTION,
         loses_epsilon=True,
         is_read=False,  # no class of transformers is this part alone
@@ -248,7 +248,7 @@ FAMILIES: dict[str, Family] = {
         settings=(
             *ROUTED_EXPERTS,
             EXPERT_WIDTH,
-            Setting("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+            FileSetting("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
         ),
         implied=SILU | FULL_ATTENTION | EXPERTS_IN_ALL_LAYERS | {"norm_topk_prob": False},
     ),
@@ -272,8 +272,8 @@ FAMILIES: dict[str, Family] = {
         "GEMMA2",
         settings=(
             WINDOW,
-            Setting("attn_logit_softcapping", "attn_logit_softcapping", float),
-            Setting("final_logit_softcapping", "final_logit_softcapping", float),
+            FileSetting("attn_logit_softcapping", "attn_logit_softcapping", float),
+            FileSetting("final_logit_softcapping", "final_logit_softcapping", float),
         ),
         implied=GELU
         | {
@@ -286,7 +286,7 @@ FAMILIES: dict[str, Family] = {
         "GEMMA3",
         settings=(
             WINDOW,
-            Setting("final_logit_softcapping", "final_logit_softcapping", float, optional=True),
+            FileSetting("final_logit_softcapping", "final_logit_softcapping", float, optional=True),
         ),
         implied={
             "layer_types": partial(_full_each, 6),
@@ -301,14 +301,14 @@ FAMILIES: dict[str, Family] = {
         "PHI3",
         settings=(
             CONTEXT_WITHIN_WINDOW,
-            Setting("sliding_window", "attention.sliding_window", none_as=0),
-            Setting(
+            FileSetting("sliding_window", "attention.sliding_window", none_as=0),
+            FileSetting(
                 "original_max_position_embeddings",
                 "rope.scaling.original_context_length",
                 default=lambda config: config.max_position_embeddings,
                 written=original_context,
             ),
-            Setting(
+            FileSetting(
                 None,
                 "rope.scaling.attn_factor",
                 float,
@@ -329,10 +329,10 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         "GRANITE",
         settings=(
-            Setting("embedding_multiplier", "embedding_scale", float),
-            Setting("residual_multiplier", "residual_scale", float),
-            Setting("attention_multiplier", "attention.scale", float),
-            Setting("logits_scaling", "logit_scale", float),
+            FileSetting("embedding_multiplier", "embedding_scale", float),
+            FileSetting("residual_multiplier", "residual_scale", float),
+            FileSetting("attention_multiplier", "attention.scale", float),
+            FileSetting("logits_scaling", "logit_scale", float),
         ),
         implied=SILU,
         reorders_heads=True,
@@ -342,7 +342,7 @@ FAMILIES: dict[str, Family] = {
         settings=(
             *LOCAL_EXPERTS,
             WINDOW,
-            Setting("intermediate_size", "expert_feed_forward_length"),
+            FileSetting("intermediate_size", "expert_feed_forward_length"),
         ),
         implied={"layer_types": partial(_full_each, 2)},
         interleaves_experts=True,

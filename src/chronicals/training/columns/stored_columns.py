@@ -33,7 +33,7 @@ from chronicals.data.making.store import TargetColumn
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
 from chronicals.objectives.terms import Columns
-from chronicals.training.step.metrics import Moment
+from chronicals.training.step.metrics import DeviceMoment
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class ColumnSource:
         numbered = store.with_column(_DOCUMENT_NUMBER, np.arange(len(store)))
         generator = torch.Generator(self.device).manual_seed(self.seed + self.ranks.rank)
         with self.computing(declared, store.longest) as model:
-            earlier = Moment(self.device)
+            earlier = DeviceMoment(self.device)
             for batch in self.batches(numbered):
                 with self.limited():
                     numbers = batch.segments[_DOCUMENT_NUMBER].numpy()
@@ -86,7 +86,7 @@ class ColumnSource:
                         yield numbers, slice(begin, end), values
                         begin = end
                     earlier.wait()  # the host launches one Batch ahead
-                earlier = Moment(self.device)
+                earlier = DeviceMoment(self.device)
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class RolloutRun:
         padding_token_id: int,
         limited: Callable[[], AbstractContextManager[None]],
     ) -> RunSteps:
-        """Return what the run takes its steps from.
+        """Return the sources of the steps of the run.
 
         Args:
             session: of the run.

@@ -30,7 +30,7 @@ from chronicals.objectives.policy_gradient import PolicyGradient
 from chronicals.rewards import Rewards, build_rewards
 from chronicals.training.columns.frozen import bring_frozen, frozen_attending, with_frozen_columns
 from chronicals.training.presented import present_for
-from chronicals.training.step.metrics import Moment
+from chronicals.training.step.metrics import DeviceMoment
 from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import asked_before, counts_of, nothing, values_before
 
@@ -120,13 +120,13 @@ def evaluate(
     sums = dict[str, Tensor]()
     terms = dict[str, Term]()
     with in_evaluation(model.model):
-        earlier = Moment(precision.device)
+        earlier = DeviceMoment(precision.device)
 
         def done() -> None:
             """Wait, after each pass that is launched, until the device is done with the one before."""
             nonlocal earlier
             earlier.wait()
-            earlier = Moment(precision.device)
+            earlier = DeviceMoment(precision.device)
             passed()
 
         known = _known_of_all(model, objective, steps, precision, ranks, limited, done)

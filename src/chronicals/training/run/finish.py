@@ -27,7 +27,7 @@ from chronicals.training.rollouts.samples import read_samples
 from chronicals.training.run.callbacks import read_metrics
 from chronicals.training.run.checkpoint import MODEL
 from chronicals.training.run.model_card import CARD_FILE, model_card
-from chronicals.training.run.report import Report, Sample, data_reports
+from chronicals.training.run.report import Report, SampleAnswers, data_reports
 from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run, TrainingResult
 
@@ -75,7 +75,7 @@ def finish(
     ranks: Mesh,
     saved: RunCheckpoints,
     about: Callable[[], dict[str, Any]],
-    answers: Callable[[], list[Sample]],
+    answers: Callable[[], list[SampleAnswers]],
 ) -> TrainingResult:
     """Load the best weights if they are kept, and write the model and the report on rank 0.
 

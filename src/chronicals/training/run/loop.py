@@ -36,7 +36,7 @@ from chronicals.training.run.live_samples import LiveSamples
 from chronicals.training.run.recovery import (
     Recovery,
     is_limited,
-    random_states,
+    own_random_states,
     set_random_states,
 )
 from chronicals.training.run.resume import how_to_resume
@@ -44,7 +44,7 @@ from chronicals.training.run.run_checkpoints import RunCheckpoints
 from chronicals.training.run.run_state import Run
 from chronicals.training.session import Session, StepHooks
 from chronicals.training.step.audit import FirstStepAudit
-from chronicals.training.step.metrics import Moment, PendingMetrics
+from chronicals.training.step.metrics import DeviceMoment, PendingMetrics
 from chronicals.training.step.training_step import rate_factor, set_learning_rate
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Loop:
         self.config = session.config
         self.device = session.precision.device
         self._told = False
-        self._passes: list[Moment] = []
+        self._passes: list[DeviceMoment] = []
         self._pending: PendingMetrics | None = None
 
     def hooks(self) -> StepHooks:
@@ -228,7 +228,7 @@ class Loop:
         audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
         session.model.train()
         self._rehearse()
-        began = Moment(self.device)
+        began = DeviceMoment(self.device)
 
         for step in self._steps_until_failure():
             factor = rate_factor(config, run.step, run.total_steps)
@@ -273,7 +273,7 @@ class Loop:
                 self._deliver_pending()
                 if self._is_over_after(due):
                     break
-                began = Moment(self.device)
+                began = DeviceMoment(self.device)
             self._tell_what_is_saved()
         self.saved.finish()
         self._tell_what_is_saved()
@@ -292,7 +292,7 @@ class Loop:
                 self.recovery.rehearse()
                 self._take_over()
             elif self.session.objective.draws_answers and is_limited(self.device):
-                before = random_states()
+                before = own_random_states()
                 self.session.rehearse(self.steps.heaviest())
                 set_random_states(before)
                 logger.info("a step of the longest possible answers was rehearsed, and fits")
@@ -433,7 +433,7 @@ class Loop:
 
         The device reaches it later; the host waits for it when the metrics arrive.
         """
-        self._passes.append(Moment(self.device))
+        self._passes.append(DeviceMoment(self.device))
         self.watch.passed()
 
     def _evaluate(self) -> bool:

@@ -131,7 +131,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         if self._bound is not None:
             logger.info("fit: the longest documents are not rehearsed: %s", self._bound)
             return
-        before = random_states()
+        before = own_random_states()
         while self._attempt(REHEARSAL, self._rehearsal) is None:
             pass
         set_random_states(before)
@@ -164,7 +164,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         """Return the result of ``work``; None if memory was too small, and the run takes less now."""
         self._doing = doing
         self._has_agreed = False
-        before = random_states()
+        before = own_random_states()
         try:
             with checkpoints_end_with_errors():
                 return work()
@@ -177,7 +177,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         if self._exchange is not None and not is_told:
             self._exchange([1])
         self.session.forget_step()
-        free_memory()
+        release_memory()
         set_random_states(before)
         self._take_less(self._of_all_ranks(shortage, is_told))
         return None
@@ -206,7 +206,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         if self._updates_freed == MAX_RECOVERIES:
             raise self._error(words, f"{MAX_RECOVERIES} updates ran out of memory before")
         self._updates_freed += 1
-        free_memory()
+        release_memory()
         logger.warning(
             "%s: out of memory in the update (%s): what was free is given back, and the update is "
             "finished (%d of at most %d times)",
@@ -341,14 +341,14 @@ def is_limited(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """Free what nothing refers to, and give the allocator's free blocks back to the card."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def random_states() -> list[Tensor]:
+def own_random_states() -> list[Tensor]:
     """Return the random states of the host and of the current card."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
@@ -357,7 +357,7 @@ def random_states() -> list[Tensor]:
 
 
 def set_random_states(states: list[Tensor]) -> None:
-    """Set the random states that ``random_states`` returned."""
+    """Set the random states that ``own_random_states`` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])

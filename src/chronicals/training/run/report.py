@@ -75,7 +75,7 @@ _SMALL_MODEL = 200_000_000
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleAnswers:
     """Answers of the model to a prompt before and after training."""
 
     prompt: str
@@ -103,7 +103,7 @@ class Report:
     metrics: Sequence[Mapping]
     data: Sequence[Mapping]
     config: ChronicalsConfig
-    samples: Sequence[Sample] = ()
+    samples: Sequence[SampleAnswers] = ()
     rollouts: Sequence[Mapping] = ()
 
     def write(self, path: Path, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class Samples:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(kept))
 
-    def after(self, planned: int = 0) -> list[Sample]:
+    def after(self, planned: int = 0) -> list[SampleAnswers]:
         """Generate the answers after training, to prompts that have an answer before it.
 
         Args:
@@ -225,7 +225,8 @@ class Samples:
         answers = self._answers([one["prompt"] for one in kept], planned)
         read = self.asked.tokenizer.decode
         return [
-            Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)
+            SampleAnswers(read(one["prompt"]), one["before"], answer)
+            for one, answer in zip(kept, answers)
         ]
 
     def _answers(self, prompts: Sequence[list[int]], planned: int) -> list[str]:

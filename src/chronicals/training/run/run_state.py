@@ -33,7 +33,7 @@ EVALUATIONS = ("evaluation", "best_evaluation")
 NO_NUMBER = {"best_loss": float("inf"), "last_loss": float("nan")}
 """Values that null stands for, by attribute."""
 
-Outcome = Literal["finished", "interrupted", "failed"]
+RunOutcome = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Run:
     evaluation: Evaluation | None = None
     best_evaluation: Evaluation | None = None
     coverage: Coverage | None = None
-    outcome: Outcome = "failed"
+    outcome: RunOutcome = "failed"
     error: str | None = None
 
     def state(self) -> dict[str, Any]:

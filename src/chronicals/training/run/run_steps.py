@@ -18,7 +18,7 @@ from chronicals.training.step.routers import stored_documents
 
 @dataclass(frozen=True)
 class RunSteps:
-    """What a run takes its steps from.
+    """Sources of the steps of a run.
 
     Attributes:
         made_for: returns the steps of the run in the batches of a configuration.

@@ -32,7 +32,7 @@ from chronicals.config.recipe import METRICS_FILE
 from chronicals.standard_json import to_json
 from chronicals.training.run.callbacks import Callback, read_metrics
 from chronicals.training.run.evaluation import Evaluation
-from chronicals.training.run.run_state import Outcome, Run
+from chronicals.training.run.run_state import Run, RunOutcome
 from chronicals.training.step.metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Tracker(Callback, ABC):
         """
 
     @abstractmethod
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: RunOutcome) -> None:
         """Mark how the run ended, and close."""
 
     # --- events of the run, in the main thread
@@ -139,7 +139,7 @@ class Tracker(Callback, ABC):
                 f"trackers: {self.name!r} cannot be started ({self.remedy}, or leave it out of "
                 f"trackers): {error}"
             ) from error
-        self.arrivals: queue.SimpleQueue[Point | Outcome] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[Point | RunOutcome] = queue.SimpleQueue()
         for part, step, values in _known(run):
             if step <= run.step:
                 self._offer(part, step, values)
@@ -248,7 +248,7 @@ class TensorBoard(Tracker):
             for name, value in point.values.items():
                 self.writer.add_scalar(name, value, point.step, walltime=point.time)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: RunOutcome) -> None:
         """Close the event files."""
         self.writer.close()
 
@@ -267,7 +267,7 @@ class WeightsAndBiases(Tracker):
     name = "wandb"
     module = "wandb"
     remedy = "run `wandb login`, or set WANDB_MODE=offline to store now and `wandb sync` later"
-    EXIT_CODES: ClassVar[dict[Outcome, int]] = {"finished": 0, "failed": 1, "interrupted": 255}
+    EXIT_CODES: ClassVar[dict[RunOutcome, int]] = {"finished": 0, "failed": 1, "interrupted": 255}
     """Exit code by outcome; 255 is what W&B itself reports for a program ended by Ctrl-C."""
 
     def begin(self, run: Run) -> dict[str, int]:
@@ -296,7 +296,7 @@ class WeightsAndBiases(Tracker):
         for point in points:
             self.run.log(point.values, step=point.step)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: RunOutcome) -> None:
         """Finish the run with the outcome's exit code."""
         self.run.finish(exit_code=self.EXIT_CODES[outcome])
 
@@ -318,7 +318,7 @@ class MLflow(Tracker):
         "where a server is"
     )
     rest = 1.0
-    STATES: ClassVar[dict[Outcome, str]] = {
+    STATES: ClassVar[dict[RunOutcome, str]] = {
         "finished": "FINISHED",
         "failed": "FAILED",
         "interrupted": "KILLED",
@@ -372,7 +372,7 @@ class MLflow(Tracker):
         for start in range(0, len(metrics), self.AT_ONCE):
             self.client.log_batch(self.id, metrics=metrics[start : start + self.AT_ONCE])
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: RunOutcome) -> None:
         """Set the run's status to the outcome's."""
         self.client.set_terminated(self.id, self.STATES[outcome])
 

@@ -58,7 +58,7 @@ class StepMetrics:
         return {**own, **self.others}
 
 
-class Moment:
+class DeviceMoment:
     """A point in the device's work: a CUDA event, or a host time for the CPU."""
 
     def __init__(self, device: torch.device):
@@ -89,8 +89,8 @@ class PendingMetrics:
     def __init__(
         self,
         scalars: dict[str, Tensor],
-        began: Moment,
-        passes: Sequence[Moment] = (),
+        began: DeviceMoment,
+        passes: Sequence[DeviceMoment] = (),
         shown: Mapping[str, float] | None = None,
         **known: float,
     ):
@@ -104,7 +104,7 @@ class PendingMetrics:
         on_card = self.device.type == "cuda"
         self.values = torch.empty_like(stacked, device="cpu", pin_memory=on_card)
         self.values.copy_(stacked, non_blocking=on_card)
-        self.moment = Moment(self.device)
+        self.moment = DeviceMoment(self.device)
         self.told = False
 
     def arrive(self, passed: Callable[[], None]) -> StepMetrics:

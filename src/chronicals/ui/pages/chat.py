@@ -13,7 +13,7 @@ from chronicals.config.recipe import RESUME_FILE
 from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
 from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, command_line, frame, heading
-from chronicals.ui.jobs import shown
+from chronicals.ui.jobs import typed_command
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
@@ -129,7 +129,7 @@ class _ChatPanel:
 
     def _show_command(self) -> None:
         try:
-            self.command.set_text(shown(self._arguments()))
+            self.command.set_text(typed_command(self._arguments()))
         except Faults:
             self.command.set_text("")
 

@@ -9,7 +9,7 @@ from nicegui import ui
 from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
 from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, command_line, frame, heading
-from chronicals.ui.jobs import shown
+from chronicals.ui.jobs import typed_command
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import OBJECTIVES, Services
 from chronicals.ui.words import Say
@@ -70,7 +70,7 @@ class _DataPanel:
 
     def _show_command(self) -> None:
         try:
-            self.command.set_text(shown(self.draft.arguments()))
+            self.command.set_text(typed_command(self.draft.arguments()))
         except Faults:
             self.command.set_text("")
 

@@ -7,7 +7,7 @@ import json
 from nicegui import ui
 
 from chronicals.ui.frame import card, command_line, frame, heading
-from chronicals.ui.jobs import shown
+from chronicals.ui.jobs import typed_command
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
 
@@ -32,7 +32,7 @@ def add_doctor(services: Services) -> None:
             if not services.machine:
                 ui.timer(1.0, show)
             with card(say("doctor.kernels")):
-                command_line(shown(SELF_TEST))
+                command_line(typed_command(SELF_TEST))
                 table = ui.element("div").classes("table-box")
 
                 async def test() -> None:

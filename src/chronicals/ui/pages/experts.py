@@ -85,11 +85,11 @@ class _ExpertPanel:
         self._draw(self.read)
 
     def _draw(self, read: ExpertIO) -> None:
-        rates = {tier: curve_of(moved, 1e-9) for tier, moved in read.moved.items()}
+        rates = {tier: curve_by_second(moved, 1e-9) for tier, moved in read.moved.items()}
         curves = {
             "experts.rates": rates,
-            "experts.queue": {"": curve_of(read.queue, 1)},
-            "experts.waits": {"": curve_of(read.stalled, 1)},
+            "experts.queue": {"": curve_by_second(read.queue, 1)},
+            "experts.waits": {"": curve_by_second(read.stalled, 1)},
         }
         for name, lines in curves.items():
             if name not in self.charts:
@@ -101,7 +101,7 @@ class _ExpertPanel:
                 redraw(self.charts[name], line_chart(lines))
 
 
-def curve_of(by_second: dict[int, int] | dict[int, float], scale: float) -> Curve:
+def curve_by_second(by_second: dict[int, int] | dict[int, float], scale: float) -> Curve:
     """Return values by second as a curve."""
     return Curve(thinned(points_of(by_second, scale)), [])
 

@@ -9,10 +9,10 @@ from typing import Any
 from nicegui import ui
 
 from chronicals.ui.command_forms import CommandField, CommandForm, fields_by_words
-from chronicals.ui.fields import FormField, Kind
+from chronicals.ui.fields import FieldKind, FormField
 from chronicals.ui.form import CommandDraft
 from chronicals.ui.frame import card, command_line, frame, heading
-from chronicals.ui.jobs import shown
+from chronicals.ui.jobs import typed_command
 from chronicals.ui.panels import SECONDS_OF_STILLNESS
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import Services
@@ -50,7 +50,7 @@ def size_fields(sizes: dict[str, Any]) -> dict[str, FormField]:
     found = {}
     for name, default in sizes.items():
         if name not in FROM_TOKENIZER:
-            kind: Kind = "number"
+            kind: FieldKind = "number"
             if isinstance(default, (bool, str)):
                 kind = "switch" if isinstance(default, bool) else "text"
             plain = FormField(name, "", kind, "")
@@ -119,7 +119,7 @@ class _MixturePanel:
         except Faults:
             self.command.set_text("")
             return
-        self.command.set_text(shown(arguments))
+        self.command.set_text(typed_command(arguments))
         answer = await self.services.commands.run([*arguments, "--count"])
         self.said.set_text(answer.output.strip() or answer.error)
 

@@ -9,10 +9,10 @@ from urllib.parse import quote
 from nicegui import ui
 
 from chronicals.config import ConfigurationError
-from chronicals.ui.charts import COLOURS, drawn, line_chart
+from chronicals.ui.charts import COLOURS, drawn_metrics, line_chart
 from chronicals.ui.frame import card, chip, frame, heading
 from chronicals.ui.panels import RunPanel, chart_box, duration, redraw, run_actions
-from chronicals.ui.runs import Run
+from chronicals.ui.runs import RunEntry
 from chronicals.ui.services import Services
 from chronicals.ui.words import Say
 
@@ -92,7 +92,7 @@ class _RunTable:
             self._show_table(runs, states, chosen)
         self._show_charts(chosen)
 
-    def _chosen(self, runs: list[Run]) -> list[str]:
+    def _chosen(self, runs: list[RunEntry]) -> list[str]:
         """Return the runs that are compared: the newest one before any was chosen."""
         texts = self.services.drafts.texts(COMPARED)
         names = {run.name for run in runs}
@@ -126,7 +126,9 @@ class _RunTable:
                             "flat no-caps dense"
                         )
 
-    def _show_table(self, runs: list[Run], states: Mapping[str, str], chosen: list[str]) -> None:
+    def _show_table(
+        self, runs: list[RunEntry], states: Mapping[str, str], chosen: list[str]
+    ) -> None:
         self.table.clear()
         with self.table:
             if not runs:
@@ -152,13 +154,13 @@ class _RunTable:
                     with ui.element("div").classes("row actions"):
                         run_actions(self.services, run, self.say)
 
-    def _progress(self, run: Run) -> str:
+    def _progress(self, run: RunEntry) -> str:
         metrics = self.services.metrics(run)
         loss = metrics.value("loss")
         step = self.say("runs.step", step=f"{metrics.step:,}")
         return step if loss is None else f"{step} · {loss:.4f}"
 
-    def _age(self, run: Run) -> str:
+    def _age(self, run: RunEntry) -> str:
         seconds = time.time() - run.changed
         if seconds < 86_400:
             return self.say("runs.ago", time=duration(seconds))
@@ -170,7 +172,7 @@ class _RunTable:
         if state == self.drawn:
             return
         self.drawn = state
-        names = drawn(list(found.values()))
+        names = drawn_metrics(list(found.values()))
         curves = {
             metric: {name: one.curve(metric) for name, one in found.items() if metric in one.curves}
             for metric in names

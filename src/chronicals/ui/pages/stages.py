@@ -11,11 +11,11 @@ from chronicals.config import ConfigurationError
 from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, command_line, frame, heading
 from chronicals.ui.job_panel import card_and_start
-from chronicals.ui.jobs import shown
+from chronicals.ui.jobs import typed_command
 from chronicals.ui.panels import PlanPanel, RunPanel
 from chronicals.ui.place import replace_file
 from chronicals.ui.recipes import Faults
-from chronicals.ui.runs import Run
+from chronicals.ui.runs import RunEntry
 from chronicals.ui.services import OBJECTIVES, Services
 from chronicals.ui.words import Say
 
@@ -79,7 +79,7 @@ def _build_form(services: Services, draft: RecipeDraft, say: Say) -> None:
             draft.build(settings.values())
 
 
-def newest_run(services: Services, objective: str) -> Run | None:
+def newest_run(services: Services, objective: str) -> RunEntry | None:
     """Return the run of an objective that was started last from the page; None if none was."""
     for job in services.jobs.all():
         if job.kind == objective and job.arguments[0] == "train" and job.output:
@@ -112,7 +112,7 @@ class StartPanel:
 
     def _show_command(self) -> None:
         name = f".chronicals-page/drafts/{self.draft.name}.yaml"
-        self.command.set_text(shown(["train", name]))
+        self.command.set_text(typed_command(["train", name]))
 
     def _faults(self) -> str:
         """Return what keeps the draft from starting; empty if nothing does."""

@@ -10,7 +10,7 @@ from nicegui import ui
 from chronicals.ui.form import RecipeDraft, recipe_draft
 from chronicals.ui.frame import card, command_line, frame, heading, tell_missing
 from chronicals.ui.job_panel import card_and_start, free_name, newest_job, show_job
-from chronicals.ui.jobs import last_lines, shown
+from chronicals.ui.jobs import last_lines, typed_command
 from chronicals.ui.pages.stages import missing_data
 from chronicals.ui.recipes import Faults
 from chronicals.ui.services import OBJECTIVES, Services
@@ -61,7 +61,7 @@ class _TunerPanel:
             fields = self.draft.recipe_form.fields
             self.draft.build(fields[name] for name in FIELDS)
             ui.link(say("stage.all_fields"), f"/configuration/{self.draft.name}")
-            self.command = command_line(shown(["tune", "recipe.yaml"]))
+            self.command = command_line(typed_command(["tune", "recipe.yaml"]))
             with ui.element("div").classes("row"):
                 self.card = card_and_start(self.services, say, self.start)
             self.said = ui.label().classes("warning pre").props('role="status"')
