@@ -370,6 +370,48 @@ def test_a_program_chats_in_lines_of_json(trained, within):
     assert refused.code == 1 and "standard input" in refused.stderr
 
 
+WRONG_LINES = {
+    "no json": "a line is no JSON",
+    "[]": "has no text as prompt",
+    "{}": "has no text as prompt",
+    '{"prompt": 5}': "has no text as prompt",
+    '{"prompt": "a", "messages": 5}': "messages must be a list of messages",
+    '{"prompt": "a", "messages": ["b"]}': "message 1 must be an object with 'role' and 'content'",
+}
+
+
+def test_a_wrong_line_of_json_is_told_in_words(within, let_return):
+    let_return(generation, load_trained=types.SimpleNamespace(chats=True))
+    typed = "".join(f"{line}\n" for line in WRONG_LINES)
+    said = within("generate", "out", "--json-lines", typed=typed)
+    _, *answers = [json.loads(line) for line in said.stdout.splitlines()]
+    for answer, words in zip(answers, WRONG_LINES.values(), strict=True):
+        assert words in answer["error"]
+
+
+def test_without_stream_a_line_of_json_has_its_answer_alone(within, let_return, monkeypatch):
+    let_return(generation, load_trained=types.SimpleNamespace(chats=True))
+
+    def answer(trained, prompt, say=None, **settings):
+        if say is not None:
+            say("yes")
+        return "yes"
+
+    monkeypatch.setattr(generation.answer, "generate_answer", answer)
+    typed = '{"prompt": "a"}\n'
+    said = within("generate", "out", "--json-lines", "--no-stream", typed=typed)
+    assert [json.loads(line) for line in said.stdout.splitlines()][1:] == [{"answer": "yes"}]
+    said = within("generate", "out", "--json-lines", typed=typed)
+    assert '{"part": "yes"}' in said.stdout
+
+
+def test_a_file_of_answers_that_cannot_be_written_is_told_at_once(place, within):
+    (place / "folder").mkdir()
+    (place / "prompts.txt").write_text("a\n")
+    refused = within("generate", "nowhere", "--prompts", "prompts.txt", "--output", "folder")
+    assert refused.code == 1 and "--output folder: is a folder" in refused.stderr
+
+
 def test_commands_of_a_chat(trained, within):
     chat = within("generate", "out", typed="/help\n/halp\n/exit\nnever asked\n")
     assert chat.code == 0 and not chat.stdout

@@ -13,11 +13,16 @@ import typer
 
 from chronicals.cli.common_options import BaseModel, TrainedModel, TrustRemoteCode
 from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
+from chronicals.cli.options import make_room_for
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from chronicals.data.kinds.messages import Message
     from chronicals.generation import Chat, Trained
+
+ASKED_AS = 'write {"prompt": TEXT}, and what was said before it as "messages": [...]'
+"""Form of a line of ``--json-lines``, for messages."""
 
 CHAT_COMMANDS = {
     "/reset": "forget the conversation; the system prompt stays",
@@ -135,6 +140,7 @@ def generate_command(
         raise ValueError(
             "json_lines: takes its questions from standard input; leave out the prompt"
         )
+    make_room_for(output)
     place = placing(offload_experts, expert_memory, mode=expert_mode)
     trained = load_trained(model, base_model, trust_remote_code, place=place)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
@@ -159,7 +165,7 @@ def generate_command(
         return
     chat = Chat(trained, system, **settings)
     if json_lines:
-        _talk_in_json(chat)
+        _talk_in_json(chat, stream)
     elif prompt is not None:
         _print_answer(chat, prompt, stream)
     elif not _talk(chat, stream, Console(stderr=True, highlight=False)):
@@ -247,21 +253,41 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
                     )
 
 
-def _talk_in_json(chat: Chat) -> None:
+def _talk_in_json(chat: Chat, stream: bool) -> None:
     """Answer lines of JSON from standard input by lines of JSON, until the input ends."""
 
     def say(**values: Any) -> None:
         print(json.dumps(values, ensure_ascii=False), flush=True)  # noqa: T201
 
+    on_part = (lambda part: say(part=part)) if stream else None
     say(ready=True)
     opening = [*chat.messages]
     for line in sys.stdin:
         try:
-            asked = json.loads(line)
-            chat.messages = [*opening, *asked.get("messages", [])]
-            say(answer=chat.ask(asked["prompt"], lambda part: say(part=part)))
+            prompt, messages = _asked(line)
+            chat.messages = [*opening, *messages]
+            say(answer=chat.ask(prompt, on_part))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             say(error=f"{type(error).__name__}: {error}" if not str(error) else str(error))
+
+
+def _asked(line: str) -> tuple[str, list[Message]]:
+    """Return the question of a line of JSON, and the messages before it.
+
+    Raises:
+        ValueError: the line is not as ``generate_command`` describes it.
+    """
+    from chronicals.data.kinds.messages import normal_messages
+
+    try:
+        asked = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"a line is no JSON ({error}); {ASKED_AS}") from None
+    if not isinstance(asked, dict) or not isinstance(asked.get("prompt"), str):
+        raise ValueError(f"a line has no text as prompt; {ASKED_AS}")
+    before = asked.get("messages")
+    said = normal_messages(before, "messages", "a line") if before else []
+    return asked["prompt"], said
 
 
 def _print_answer(chat: Chat, question: str, stream: bool) -> None:

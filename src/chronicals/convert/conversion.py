@@ -20,6 +20,7 @@ from chronicals.convert.answers import FIELDS, Answer, mapped, not_needed, not_t
 from chronicals.convert.defaults import adapters_of, defaults_of
 from chronicals.convert.lengths import has_conversations
 from chronicals.convert.meanings import answered
+from chronicals.convert.numbers import check_numbers
 from chronicals.convert.reading import TRL, Setting, Theirs, read
 
 LISTS = ("memory", "trackers")
@@ -135,9 +136,11 @@ def convert(file: Path, cards: int | None = None, nproc: int | None = None) -> C
             so that a step has as many documents.
 
     Raises:
-        ConfigurationError: the file is of none of the tools.
+        ConfigurationError: the file is of none of the tools, or a value that is computed with is
+            no number.
     """
     theirs = read(file)
+    check_numbers(theirs)
     if cards is not None:
         theirs = dataclasses.replace(theirs, cards=cards)
     lines = [

@@ -212,10 +212,13 @@ def _schedule_settings(value: Any, theirs: Theirs) -> Answer | None:
     if not isinstance(value, Mapping) or not value:
         return not_needed("it is empty")
     fields: dict[str, Any] = {}
+    rate = theirs.get("learning_rate")
+    if "min_lr" in value and rate is None:
+        return not_there("min_lr is compared with learning_rate, which is not set; set it there")
     if "min_lr" in value:
-        fields["min_lr_ratio"] = float(value["min_lr"]) / float(theirs.get("learning_rate"))
+        fields["min_lr_ratio"] = value["min_lr"] / rate
     if "min_lr_rate" in value:
-        fields["min_lr_ratio"] = float(value["min_lr_rate"])
+        fields["min_lr_ratio"] = value["min_lr_rate"]
     steps = _max_steps_of(theirs)
     if "num_decay_steps" in value and steps is not None:
         fields["wsd_decay_ratio"] = value["num_decay_steps"] / steps
@@ -442,7 +445,7 @@ def _scale(value: Any, theirs: Theirs) -> Answer:
 
 
 def _trackers(value: Any, theirs: Theirs) -> Answer | None:
-    names = value if isinstance(value, list) else [value]
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
     ours = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
     others = [name for name in names if name not in (*ours, "none", "all")]
     if not others:

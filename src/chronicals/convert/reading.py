@@ -132,8 +132,9 @@ class Theirs:
 
     def _kinds(self) -> set[str]:
         """Return the kinds of rows of Axolotl's data sets; those that are not texts are ``rows``."""
-        entries = self.get("datasets", default=[])
-        kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)]
+        entries = self.get("datasets")
+        listed = entries if isinstance(entries, list) else []
+        kinds = [entry.get("type") for entry in listed if isinstance(entry, dict)]
         return {kind if isinstance(kind, str) else "rows" for kind in kinds} or {"rows"}
 
 
@@ -207,7 +208,12 @@ def _line_of(key: Any, mapping: yaml.MappingNode) -> int:
 
 
 def _number(value: Any) -> Any:
-    """Return ``2e-4``, which YAML 1.1 reads as a text, as the number that the tools read."""
+    """Return ``2e-4``, which YAML 1.1 reads as a text, as the number that the tools read.
+
+    In a mapping that is done with each value.
+    """
+    if isinstance(value, dict):
+        return {name: _number(one) for name, one in value.items()}
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?e[+-]?\d+", value, re.I):
         return float(value)
     return value
