@@ -179,6 +179,20 @@ def test_results_are_kept_as_far_as_the_host_has_room(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("ranks", "told", "processes"), [(1, "", 1), (4, "", 4), (4, "2", 2), (1, "8", 1)]
+)
+def test_processes_of_a_machine_share_its_memory(ranks, told, processes, tmp_path, monkeypatch):
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setattr(Facts, "planned", property(lambda self: False))
+    monkeypatch.setattr(needed_memory, "available_memory", lambda: 1 << 20)
+    facts = replace(facts_of(tmp_path), ranks=ranks)
+    memory = Estimate(100, 1 << 20, {LAYERS: 1, "nothing": 1}, GIB)
+    share = int(needed_memory.HOST_SHARE * (1 << 20) / processes)
+    assert needed_memory.layers_away(facts, memory, 1) == share
+
+
+@pytest.mark.parametrize(
     "changes", [{"backend": "per-document"}, {"backend": ""}, {"context": 2}], ids=str
 )
 def test_results_are_computed_again_where_a_backend_saves_more_than_they_are(changes, tmp_path):

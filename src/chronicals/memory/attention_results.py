@@ -1,8 +1,9 @@
-"""What attention gave in a forward pass, in host memory until the backward pass needs it.
+"""Host memory for what attention gave in a forward pass, until the backward pass needs it.
 
 A layer that is recomputed needs attention's output again. The work to compute it grows with the square
-of a document's length, its bytes with the length: at 55 GB/s an 8B's output comes back in a hundredth
-of the time that an H200 computes it in where documents have 250,000 tokens, and beside other work.
+of a document's length, its bytes with the length: of 250,000 tokens the output of an 8B's layer is
+2 GB, which a bus of 55 GB/s copies in 0.04 s beside other work; FlashAttention-2 computes it in 1.6 s on
+an H200.
 
 A result leaves while the rest of its layer runs, and comes back when its layer asks for it. All
 ordering is by streams, without host synchronisation.

@@ -1,6 +1,6 @@
 """Elements that a decoder layer holds which runs in tiles as a whole (``patching.tiled_layer``).
 
-Letters are those of ``memory.peak``: D model width, Q and K total width of query and of key heads, F
+Letters are those of ``memory.layer_elements``: D model width, Q and K total width of query and of key heads, F
 inner width of the MLP. A layer keeps its input. Its backward pass holds, for each token:
 
     dy, dr                   2 D       gradients of the output and of the residual

@@ -72,7 +72,7 @@ class Attended(ABC):
 
 
 class GroupAttention(ABC):
-    """How the groups of a layer attend, for one forward pass and the backward passes through it."""
+    """Attention of a layer's groups, for one forward pass and the backward passes through it."""
 
     @abstractmethod
     def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
@@ -144,7 +144,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class KeptAttention(GroupAttention):
-    """What attention gave is kept in host memory, and so is what its graph needs.
+    """Attention whose results are kept in host memory, with what its graph needs.
 
     Args:
         attend: the function.
@@ -267,7 +267,7 @@ class _InPlaceOf(torch.autograd.Function):
 
 @dataclass(eq=False)
 class _Place:
-    """What a graph keeps for a tensor that it saved.
+    """Stand-in for a tensor that a graph saved.
 
     Attributes:
         tensor: the tensor itself, until it is known where it comes from.

@@ -72,7 +72,7 @@ class TiledLayer:
 
     @cached_property
     def groups(self) -> GroupAttention:
-        """How groups of heads attend."""
+        """Attention of the groups of heads."""
         if self.results is None:
             return AttentionAgain(self._attend)
         return KeptAttention(self._attend, self.results)

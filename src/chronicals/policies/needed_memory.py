@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -211,8 +212,17 @@ def layers_away(facts: Facts, memory: Estimate, each: int) -> int:
     if free is None:
         return memory.layers
     taken = memory.in_host_memory(LAYERS) if memory.moved_inputs else memory.away
-    room = int(HOST_SHARE * free) - sum(taken.values())
+    room = int(HOST_SHARE * free / processes_here(facts)) - sum(taken.values())
     return min(memory.layers, max(room, 0) // max(each, 1))
+
+
+def processes_here(facts: Facts) -> int:
+    """Return the number of processes on this machine, which share its memory evenly.
+
+    All of the run, where a launcher says nothing of it.
+    """
+    told = facts.here or int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return min(told or facts.ranks, facts.ranks)
 
 
 def keeps_results(facts: Facts, step: StepShape) -> bool:

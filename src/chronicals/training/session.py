@@ -239,7 +239,7 @@ def decide_together(
         facts = settled.facts
     decisions = decide(facts, lambda own: min(ranks.gather_values(own)))
     as_collectives_are = {
-        field: [made.runs, made.how, made.layers, made.among, made.stay, made.results]
+        field: [made.runs, made.how, made.layers, made.among, made.stay]
         for field, made in decisions.items()
     }
     prove_alike(ranks, as_collectives_are)
