@@ -69,6 +69,9 @@ def answer_lines(
 ) -> Iterator[str]:
     """Yield a line of JSON for each prompt, with its answers.
 
+    The log-probability of an answer is by the model's own distribution, at any temperature; None
+    for an answer that transformers generated, which has none.
+
     Args:
         questions: the prompts.
         texts: for each prompt the text of each answer, and the answer.
@@ -80,7 +83,9 @@ def answer_lines(
                 "text": text,
                 "ended": answer.ended,
                 "tokens": len(answer.tokens),
-                "log_probability": sum(answer.log_probabilities),
+                "log_probability": sum(answer.full_log_probabilities)
+                if answer.full_log_probabilities
+                else None,
             }
             for text, answer in answers
         ]
