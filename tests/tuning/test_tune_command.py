@@ -1,6 +1,7 @@
 """``chronicals tune``: the command over scripted runs, the page's own code, and real runs."""
 
 import functools
+import json
 import math
 import random
 import re
@@ -52,6 +53,18 @@ def folder(tmp_path, monkeypatch):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["tune", *arguments])
+
+
+@pytest.mark.slow
+def test_a_dimension_as_a_flag_leaves_the_settings_of_the_recipe(folder):
+    (folder / "recipe.yaml").write_text(
+        RECIPE.replace("10", "2").replace("repeats: 1", "repeats: 0")
+    )
+    done = invoke("recipe.yaml", "--tune", "weight_decay=[0.0, 0.3, linear]")
+    assert done.exit_code == 0, done.output
+    about = json.loads((folder / "out-study" / "study.json").read_text())
+    assert about["space"] == {"weight_decay": [0.0, 0.3, "linear"]}
+    assert (about["settings"]["trials"], about["settings"]["repeats"]) == (2, 0)
 
 
 @pytest.mark.slow

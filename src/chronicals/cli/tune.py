@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from chronicals.cli.wording import in_users_form
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from chronicals.config import Recipe
     from chronicals.tuning import Tuner
 
 LOOK_SECONDS = 0.2
@@ -76,7 +78,8 @@ def tune_command(
         given = with_way_of_this_machine(given)
     asked = {"trials": trials, "metric": metric}
     tune = {name: value for name, value in asked.items() if value is not None}
-    tuner = Tuner(given, study, tune)
+    in_file = {} if recipe is None else Recipe.read_yaml(recipe)
+    tuner = Tuner(given, study, {**_settings_beside_flags(in_file, given), **tune})
 
     from rich.console import Console
     from rich.markup import escape
@@ -92,6 +95,16 @@ def tune_command(
         console.print(f"{count} trials: optuna-dashboard {export}", markup=False)
     if apply is not None:
         console.print(tuner.apply(apply), markup=False)
+
+
+def _settings_beside_flags(in_file: Mapping[str, Any], given: Recipe) -> dict[str, Any]:
+    """Return the study's settings in a recipe's file whose dimensions ``--tune`` has replaced."""
+    from chronicals.tuning.settings import NAMES
+
+    tune = in_file.get("tune")
+    if not isinstance(tune, Mapping):
+        return {}
+    return {name: tune[name] for name in tune if name in NAMES and name not in given.tune}
 
 
 def _follow(tuner: Tuner, console: Console) -> None:
