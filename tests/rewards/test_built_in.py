@@ -58,6 +58,7 @@ def test_exact():
     given = [" 42\n", "42.", [{"role": "assistant", "content": "42"}]]
     assert values("exact", given, answer=["42", 42, 42]) == [1.0, 0.0, 1.0]
     assert values("exact(gold)", ["a"], gold=["a "], answer=["b"]) == [1.0]
+    assert values("exact", ["None", ""], answer=[None, ""]) == [None, 1.0]
 
 
 def test_regex_finds_a_pattern_anywhere_over_lines():

@@ -29,12 +29,18 @@ def text_of(text_or_messages: Any) -> str:
 
 
 def exact(argument: str | None) -> BuiltReward:
-    """Return the reward 1 for an answer that is the right one but for white space around it."""
+    """Return the reward 1 for an answer that is the right one but for white space around it.
+
+    None where a row has no right answer.
+    """
     column = argument or ANSWER
 
     def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         pairs = zip(completions, columns[column])
-        return [float(text_of(given).strip() == str(right).strip()) for given, right in pairs]
+        return [
+            None if right is None else float(text_of(given).strip() == str(right).strip())
+            for given, right in pairs
+        ]
 
     return reward, (column,)
 
