@@ -47,7 +47,7 @@ class HeadGroup(NamedTuple):
         self.v[rows] = v[:, self.key_heads]
 
 
-Attend = Callable[[HeadGroup], Tensor]
+AttendGroup = Callable[[HeadGroup], Tensor]
 """A function that returns what attention gives for a group, ``[T, n, W]``."""
 
 Gradients = Callable[[Any, Tensor, Sequence[Tensor]], list[Tensor]]
@@ -97,7 +97,7 @@ class AttentionAgain(GroupAttention):
         attend: the function.
     """
 
-    def __init__(self, attend: Attend):
+    def __init__(self, attend: AttendGroup):
         self._attend = attend
 
     def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
@@ -151,7 +151,7 @@ class KeptAttention(GroupAttention):
         results: the host memory.
     """
 
-    def __init__(self, attend: Attend, results: AttentionResults):
+    def __init__(self, attend: AttendGroup, results: AttentionResults):
         self._attend = attend
         self._results = results
         self._graphs: list[AttentionGraph] = []
@@ -222,8 +222,10 @@ class AttentionGraph:
         self._saved = saved
 
     @classmethod
-    def of(cls, group: HeadGroup, attend: Attend) -> tuple[AttentionGraph, Tensor, list[Tensor]]:
-        """Attend; return the graph, what attention gives, and the other tensors that it saved."""
+    def of(
+        cls, group: HeadGroup, attend: AttendGroup
+    ) -> tuple[AttentionGraph, Tensor, list[Tensor]]:
+        """Run attention; return its graph, what it gives, and the other tensors that it saved."""
         own = [tensor.detach() for tensor in group.tensors]
         inputs = [tensor.new_zeros(()).expand(tensor.shape).requires_grad_() for tensor in own]
         saved = _SavedElsewhere()

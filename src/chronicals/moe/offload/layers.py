@@ -66,7 +66,7 @@ class LayerRecords:
 
     @property
     def limits(self) -> WaveLimits:
-        """What a wave may have."""
+        """Limits of a wave of this layer."""
         dense = self.dense_bytes
         experts = max(1, DENSE_BYTES // dense) if dense else self.count
         return WaveLimits(experts, max(1, WAVE_BYTES // self.layout.bytes))
