@@ -345,6 +345,8 @@ def release_memory() -> None:
     """Free what nothing refers to, and give the allocator's free blocks back to the card."""
     gc.collect()
     if torch.cuda.is_available():
+        # Copies of a failed step may still run on other streams, to memory that was just freed.
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
