@@ -76,7 +76,10 @@ def without_rounding(monkeypatch):
         rows, columns = (Scaled(x / found[:, None, None], found) for x in (w, w.mT))
         return rows if layout != "columns" else None, columns if layout != "rows" else None
 
-    def product(x, weight, to, of_tokens, bias=None, adapted=None, dtype=None, fast=False):
+    def product(
+        x, weight, to, of_tokens, bias=None, adapted=None, dtype=None, fast=False, slots=None
+    ):
+        assert slots is None
         dense = weight.values * weight.scale[:, None, None]
         return grouped_product_reference(x.values * x.scale, dense, to, of_tokens, bias, adapted)
 

@@ -40,9 +40,7 @@ class RowNorms:
     def of(self, base: Base, padding: AdapterPadding) -> Tensor:
         """Return the norms, ``[N]``, in at least fp32."""
         parts = tuple((part.data_ptr(), part._version) for part in base.parts)
-        # a CUDA graph that is captured has norms of its own
-        captured = padding.down.is_cuda and torch.cuda.is_current_stream_capturing()
-        key = parts, tuple(padding.written), captured
+        key = parts, tuple(padding.written), _is_captured(padding.down)
         if self._norms is not None and self._norms[0] == key:
             return self._norms[1]
         if self._squares is None or self._squares[0] != parts:
@@ -63,6 +61,11 @@ class RowNorms:
     def discard(self) -> None:
         """Discard the cache and its memory, for norms that were computed of meaningless values."""
         self._norms = self._squares = None
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured on the device of x, which has norms of its own."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) -> Tensor:
