@@ -10,13 +10,20 @@ from chronicals.ui.chats import Chats, conversation_of
 from chronicals.ui.place import Place, write_record
 
 SPEAKER = """
-import json, os, sys
+import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     if asked["prompt"] == "die":
         print("error model: gone", file=sys.stderr, flush=True)
         sys.exit(1)
+    if asked["prompt"] == "close":
+        print("error model: mute", file=sys.stderr, flush=True)
+        os.close(1)
+        time.sleep(60)
+    if asked["prompt"] == "garble":
+        print("no json", flush=True)
+        continue
     if asked["prompt"] == "fail":
         print(json.dumps({"error": "too long"}), flush=True)
         continue
@@ -68,6 +75,26 @@ def test_errors_are_told_and_are_not_part_of_the_conversation(chats):
     errors = [turn["answers"][0]["error"] for turn in chats.turns]
     assert errors == ["too long", "error model: gone", ""]
     assert last[0][0] == "a three []"
+
+
+@pytest.mark.parametrize(
+    ("question", "message"), [("close", "error model: mute"), ("garble", "Expecting value")]
+)
+def test_a_process_that_cannot_answer_is_not_asked_again(chats, question, message):
+    """Also one that lives on, as a dying one does until its exit status is known."""
+
+    async def talk():
+        first = await asked(chats, "one", ["a"])
+        await asked(chats, question, ["a"])
+        last = await asked(chats, "three", ["a"])
+        await chats.end()
+        return first, last
+
+    first, last = asyncio.run(talk())
+    errors = [turn["answers"][0]["error"] for turn in chats.turns]
+    assert message in errors[1]
+    assert errors[2] == ""
+    assert last[0][2] != first[0][2]  # another process
 
 
 def test_a_third_model_ends_the_process_of_the_first(chats):

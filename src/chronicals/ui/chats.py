@@ -73,7 +73,11 @@ class Speaker:
                     elif "error" in values:
                         return "", values["error"]
             except (OSError, ValueError) as error:
+                await self.end()
                 return "", str(error)
+            # Its output is closed, but its exit status may not be known yet. The next question
+            # has to start a new process and not be written to this one.
+            await self.end()
             lines = last_lines(self._errors)
             return "", "\n".join(lines[-5:]) or "the process of the model has ended"
 
