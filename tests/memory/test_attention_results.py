@@ -12,7 +12,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import attention_results, recompute
 from chronicals.memory.attention_results import RESULTS, AttentionResults
 from chronicals.models import PresentedModel
-from chronicals.patching import attention_groups, patch_parts, tile_layers
+from chronicals.patching import attention_groups, patch_parts, tile_layers, tiled_layer
 
 LAYERS = 3
 LENGTHS = (7, 1, 12, 5, 7)
@@ -80,23 +80,17 @@ def test_the_gradients_are_the_same_bits(family):
 def test_attention_runs_once_a_step_in_the_layers_that_were_chosen(monkeypatch):
     model = tiled()
     counted = []
-    usual = attention_groups.KeptAttention.forward
-    again = attention_groups.AttentionAgain._with_graph
+    usual = tiled_layer.TiledLayer._attend
     monkeypatch.setattr(
-        attention_groups.KeptAttention,
-        "forward",
-        lambda self, groups: counted.append("kept") or usual(self, groups),
-    )
-    monkeypatch.setattr(
-        attention_groups.AttentionAgain,
-        "_with_graph",
-        lambda self, group: counted.append("again") or again(self, group),
+        tiled_layer.TiledLayer,
+        "_attend",
+        lambda self, group: counted.append(self.results is not None) or usual(self, group),
     )
     with kept(model, layers_of(model)[1:2]):
         gradients(model)
     groups = model.config.num_key_value_heads
-    assert counted.count("kept") == 1
-    assert counted.count("again") == 2 * (LAYERS - 1) * groups
+    assert counted.count(True) == groups
+    assert counted.count(False) == 2 * (LAYERS - 1) * groups
     assert not any(hasattr(layer, RESULTS) for layer in layers_of(model))
 
 

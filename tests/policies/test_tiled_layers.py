@@ -5,22 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+import choosers
 import families
 import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import LAYERS, Estimate, InputOffload, StepShape, decoder_layers
+from chronicals.memory import LAYERS, Estimate, InputOffload, StepShape, decoder_layers, recompute
 from chronicals.memory.attention_results import RESULTS
 from chronicals.memory.recompute import TILE
 from chronicals.memory.tiled_layers import LayerTiles, TiledElements
 from chronicals.model_shape import ModelShape
+from chronicals.patching.head_groups import ranges_of_heads
 from chronicals.policies import Decision, Facts, decide, needed_memory
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
 from chronicals.policies.policy import POLICIES, MemoryLoad
 from chronicals.policies.step_time import AS_LONG_AS_PACKS, StepWork
+from chronicals.policies.tiled_layers import HEAD_KERNELS, makes_heads_at_once, number_of_groups
 
 TILED = POLICIES["tiled_layers"]
 OFFLOAD = POLICIES["activation_offload"]
@@ -89,8 +92,86 @@ def test_elements_of_an_8b_are_those_of_its_page():
     shape = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 0)
     found = TiledElements.of(shape, 1 << 18, LayerTiles(TILE), 2, 0)
     rows = 32 * 4 // 2
-    assert found.of_token == (2 + 3) * 4096 + 2 * 1024 + rows
-    assert found.of_group == (5 * 4096 + 2 * 1024) // 8 + rows
+    assert found.of_token == (2 + 2) * 4096 + rows
+    assert found.of_group == (6 * 4096 + 4 * 1024) // 8 + rows
+    at_once = TiledElements.of(shape, 1 << 18, LayerTiles(TILE, at_once=True), 2, 0)
+    assert at_once.of_token == (2 + 3) * 4096 + 2 * 1024 + rows
+    assert at_once.of_group == (5 * 4096 + 2 * 1024) // 8 + rows
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_elements_are_those_of_the_largest_group(key_heads, gathers):
+    """Counted group after group: a, da and gathered keys leave, gradients of heads come."""
+    shape = ModelShape(32, 4096, 32, key_heads, 128, 14336, 128256, 0)
+    tokens = 1 << 18
+    found = TiledElements.of(shape, tokens, LayerTiles(TILE), 2, 0, gathers)
+    groups = len(ranges_of_heads(tokens, 32, key_heads))
+    q, k = 4096 // groups, key_heads * 128 // groups
+    held = []
+    for done in range(groups):
+        left = groups - done
+        waiting = left * (2 * q + 2 * k * gathers)
+        working = (q + 2 * k) + (5 * q + 2 * k) + 2 * k * gathers
+        held.append(waiting + done * (q + 2 * k) + working)
+    rows = 32 * 4 // 2
+    total = found.of_token + found.of_group - 2 * 4096 - 2 * rows
+    assert total == max(held)
+    assert found.of_token - 2 * 4096 - rows >= groups * (q + 2 * k)  # before the last product
+
+
+@pytest.mark.parametrize(
+    ("family", "fp8", "at_once"),
+    [
+        ("llama", False, False),
+        ("phi3", False, False),
+        ("qwen3", False, False),
+        ("olmo2", False, True),
+        ("deepseek_v3", False, True),
+        ("llama", True, True),
+    ],
+)
+def test_the_plan_knows_whose_heads_are_made_at_once(family, fp8, at_once, tmp_path):
+    """As the layers do that run; adapters or not."""
+    mixed = family in choosers.CLASSES
+    model = choosers.build(family) if mixed else families.build(family)
+    facts = facts_of(tmp_path, model, use_fp8=fp8)
+    assert makes_heads_at_once(facts) is at_once
+    apply_lora(model, LoRAConfig(rank=2))
+    assert makes_heads_at_once(facts) is at_once
+
+
+def test_heads_by_groups_take_a_norm_each_and_a_product_once_more(tmp_path, set_constants):
+    """Of the whole model; where results of attention are kept, the product is not repeated."""
+    set_constants(recompute, GROUP_ROWS=1)
+    facts = facts_of(tmp_path)
+    memory = expected_memory(facts)[1]
+    sizes = ModelSizes.of(facts.model)
+    plain = StepWork.of(facts, memory, sizes, AS_LONG_AS_PACKS)
+    made = Decision("tiled_layers", True, "as asked")
+    shape = plain.job.shape
+    assert shape.kv_heads == number_of_groups(facts) == 2
+    norm = 2 * TILE * shape.layers * 2 * 2 * shape.width
+
+    def added(kept):
+        given = replace(plain, memory=replace(memory, kept_results=kept))
+        work = TILED.work(facts, given, made)
+        made_again = work.backward.products[len(plain.backward.products) :]
+        return (
+            (work.forward.moved - plain.forward.moved) / norm,
+            (work.backward.moved - plain.backward.moved) / norm,
+            {each.product.name: each.times for each in made_again},
+            work.kernels - plain.kernels,
+        )
+
+    forward, backward, products, kernels = added(0)
+    assert (forward, backward, products) == (1, 4, {"qkv": shape.layers})
+    assert added(shape.layers // 2)[:3] == (1, 3, {"qkv": shape.layers / 2})
+    assert added(shape.layers)[:3] == (1, 2, {})
+    set_constants(recompute, GROUP_ROWS=1 << 30)
+    forward, backward, products, fewer = added(0)
+    assert (forward, backward, products) == (0, 1, {})
+    assert kernels - fewer == shape.layers * 2 * HEAD_KERNELS * (3 + 1)
 
 
 def test_as_few_inputs_move_as_the_card_needs(tmp_path):
