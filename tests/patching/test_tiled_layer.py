@@ -30,6 +30,7 @@ from chronicals.patching import (
 from chronicals.patching.decoder_layer import FUSED_LAYER, runs
 from chronicals.patching.head_groups import HeadGroup
 from chronicals.quantization import PackedStorage
+from interpreted import kernels_run
 from mutants import mutant
 
 DENSE = [
@@ -296,6 +297,7 @@ def heads_together(monkeypatch):
     return call
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", ["full", "adapters", "dropout", "DoRA", "NF4"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "mistral"])
 def test_heads_by_groups_are_those_that_are_made_at_once(family, way, heads_together):
@@ -315,6 +317,22 @@ def test_heads_by_groups_are_those_that_are_made_at_once(family, way, heads_toge
         return families.states_and_gradients(model, batch())
 
     families.assert_same(heads_together(found), found(), 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_by_groups_on_the_kernels(family, heads_together, set_constants):
+    """As they run on a card, with dropout."""
+    set_constants(recompute, TILE=20)
+    model = fused(family, dropout=0.3, num_hidden_layers=1).float()
+    tile_layers(model)
+
+    def found():
+        torch.manual_seed(3)
+        return families.states_and_gradients(model, batch())
+
+    with kernels_run():
+        families.assert_same(heads_together(found), found())
 
 
 @pytest.mark.parametrize(("family", "groups"), [("llama", 2), ("olmo2", 1)])
