@@ -11,8 +11,15 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import LAYERS, Estimate, InputOffload, StepShape, decoder_layers, recompute
-from chronicals.memory.attention_results import RESULTS
+from chronicals.memory import (
+    LAYERS,
+    ActivationOffload,
+    Estimate,
+    StepShape,
+    decoder_layers,
+    recompute,
+)
+from chronicals.memory.attention_results import RESULTS, AttentionResults, ResultsOnDevice
 from chronicals.memory.recompute import TILE
 from chronicals.memory.tiled_layers import LayerTiles, TiledElements
 from chronicals.model_shape import ModelShape
@@ -41,6 +48,11 @@ def facts_of(folder, model=None, total=GIB, **fields):
     with torch.device("meta"):
         model = model or tiny.llama(num_hidden_layers=6)
     return Facts(config, model, total=total, backend="flash")
+
+
+def without_results(memory, **changes):
+    """The estimate of a run that keeps no results of attention."""
+    return replace(memory, kept_results=0, results_here=0, **changes)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,7 @@ def test_as_few_inputs_move_as_the_card_needs(tmp_path):
     size = roomy.kept[LAYERS]
     assert size == 2 * TILE * 64 * 4
     # the last moment holds all inputs, or those that stay and two
-    needed = replace(roomy, moved_inputs=6).needed(LAYERS)
+    needed = without_results(roomy, moved_inputs=6).needed(LAYERS)
     moved = []
     for more in range(5):
         card = int((needed + more * size) / 0.9) + 2
@@ -194,7 +206,7 @@ def test_where_the_host_is_too_small_the_rest_stays_or_the_run_is_refused(tmp_pa
     monkeypatch.setattr(needed_memory, "input_device", lambda model: torch.device("cuda"))
     roomy = expected_memory(facts_of(tmp_path))[1]
     size = roomy.kept[LAYERS]
-    card = int(replace(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
+    card = int(without_results(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
     free = int(3.5 * size / needed_memory.HOST_SHARE)
     monkeypatch.setattr(needed_memory, "available_memory", lambda: free)
     memory = expected_memory(facts_of(tmp_path, total=card))[1]
@@ -209,11 +221,11 @@ def test_where_the_host_is_too_small_the_rest_stays_or_the_run_is_refused(tmp_pa
 def test_the_run_moves_the_layers_that_were_decided():
     model = tiny.llama(num_hidden_layers=6)
     decision = Decision("activation_offload", True, "as asked", layers=2)
-    with OFFLOAD.around_steps(model, decision) as away:
-        layers = decoder_layers(model)
-        assert isinstance(away, InputOffload) and away.layers == (layers[2], layers[5])
+    with OFFLOAD.around_steps(model, decision):
+        moved = [bool(layer._forward_pre_hooks) for layer in decoder_layers(model)]
+        assert moved == [False, False, True] * 2
     with OFFLOAD.around_steps(model, replace(decision, layers=0)) as away:
-        assert not isinstance(away, InputOffload)
+        assert type(away) is ActivationOffload
 
 
 def test_a_run_without_offload_keeps_all_inputs():
@@ -224,15 +236,57 @@ def test_a_run_without_offload_keeps_all_inputs():
     assert replace(tiled, moved_inputs=1).needed(LAYERS) == 100 + 50 + 7
 
 
+def worked(facts, memory):
+    """Work of a step in which both policies run."""
+    work = StepWork.of(facts, memory, ModelSizes.of(facts.model), AS_LONG_AS_PACKS)
+    for policy in (TILED, OFFLOAD):
+        work = policy.work(facts, work, Decision(policy.name, True, "as asked"))
+    return work
+
+
+def test_results_stay_on_the_card_as_far_as_it_has_room(tmp_path, monkeypatch):
+    """Where all inputs do; the host takes those of the other layers, in a run and not in a plan."""
+    roomy = expected_memory(facts_of(tmp_path))[1]
+    result = roomy.result
+    assert (roomy.kept_results, roomy.results_here) == (6, 6)
+    bare = without_results(roomy)
+    assert roomy.needed(LAYERS) - bare.needed(LAYERS) == 6 * result
+    card = int((bare.needed(LAYERS) + 2.5 * result) / 0.9)
+    facts = facts_of(tmp_path, total=card)
+    memory = expected_memory(facts)[1]
+    assert (memory.moved_inputs, memory.kept_results, memory.results_here) == (0, 2, 2)
+    assert memory.needed(LAYERS) <= 0.9 * card and not memory.in_host_memory(LAYERS)
+
+    monkeypatch.setattr(Facts, "planned", property(lambda self: False))
+    monkeypatch.setattr(needed_memory, "input_device", lambda model: torch.device("cuda"))
+    free = int(3.5 * result / needed_memory.HOST_SHARE)
+    monkeypatch.setattr(needed_memory, "available_memory", lambda: free)
+    more = expected_memory(facts)[1]
+    assert (more.kept_results, more.results_here) == (5, 2)
+    assert more.in_host_memory(LAYERS) == {"results of attention": 3 * result}
+    monkeypatch.setattr(Facts, "on_card", property(lambda self: True))
+    decisions = decide(facts)
+    assert decisions["tiled_layers"].results == 2
+    assert "results of 2 of 6 layers stay" in decisions["tiled_layers"].reason
+    offload = decisions["activation_offload"]
+    assert (offload.runs, offload.layers, offload.results) == (True, 0, 3)
+    assert "attention's results of 3," in offload.reason
+    alone = replace(facts, config=facts.config.replace(memory=["tiled_layers"]))
+    assert expected_memory(alone)[1].kept_results == 2
+
+    work = worked(facts, more)
+    assert work.backward.scores == pytest.approx(-5 / 6 * work.forward.scores)
+    assert work.offloaded == 3 * result
+
+
 def test_results_are_kept_as_far_as_the_host_has_room(tmp_path, monkeypatch):
     """Behind the inputs; their attention is not computed again, and their bytes are copied."""
     monkeypatch.setattr(Facts, "planned", property(lambda self: False))
     monkeypatch.setattr(needed_memory, "input_device", lambda model: torch.device("cuda"))
     roomy = expected_memory(facts_of(tmp_path))[1]
-    assert roomy.kept_results == 0  # all inputs stay on the card
     size, result = roomy.kept[LAYERS], roomy.result
     assert result == 2 * TILE * (64 * 4 + 4 * 4)  # D values of 4 bytes, and one for each head
-    card = int(replace(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
+    card = int(without_results(roomy, moved_inputs=6).needed(LAYERS) / 0.9) + 2
     facts = facts_of(tmp_path, total=card)
     found = {}
     for room in (0.5, 2.5, 9):
@@ -245,12 +299,7 @@ def test_results_are_kept_as_far_as_the_host_has_room(tmp_path, monkeypatch):
         "offloaded activations": 6 * size,
         "results of attention": 2 * result,
     }
-    sizes = ModelSizes.of(facts.model)
-    made = Decision("activation_offload", True, "as asked", layers=6)
-    work = {
-        room: OFFLOAD.work(facts, StepWork.of(facts, memory, sizes, AS_LONG_AS_PACKS), made)
-        for room, memory in found.items()
-    }
+    work = {room: worked(facts, memory) for room, memory in found.items()}
     forward = work[0.5].forward.scores
     assert forward > 0
     for room, share in ((2.5, 1 / 3), (9, 1)):
@@ -288,8 +337,19 @@ def test_results_are_computed_again_where_a_backend_saves_more_than_they_are(cha
 
 def test_the_run_keeps_the_results_that_were_decided():
     model = tiny.llama(num_hidden_layers=6)
-    decision = Decision("activation_offload", True, "as asked", layers=6, results=3)
-    with OFFLOAD.around_steps(model, decision):
-        kept = [hasattr(layer, RESULTS) for layer in decoder_layers(model)]
-        assert kept == [False, True] * 3
+    there = []
+
+    def kept():
+        found = [getattr(layer, RESULTS, None) for layer in decoder_layers(model)]
+        return [type(results) for results in found]
+
+    away = Decision("activation_offload", True, "as asked", layers=6, results=3)
+    here = Decision("tiled_layers", True, "as asked", results=2)
+    for layers in (6, 0):
+        with (
+            TILED.around_steps(model, here),
+            OFFLOAD.around_steps(model, replace(away, layers=layers)),
+        ):
+            there.append(kept())
+    assert there == 2 * [[AttentionResults] * 3 + [type(None)] + [ResultsOnDevice] * 2]
     assert not any(hasattr(layer, RESULTS) for layer in decoder_layers(model))

@@ -1,7 +1,7 @@
 """Attention of a layer in groups of heads, once in the forward pass and again, or not, in the backward.
 
 ``AttentionAgain`` computes it again when the backward pass begins. ``KeptAttention`` keeps what it gave
-in host memory (``memory.attention_results``). Either holds, of a group's graph, what cannot be computed
+(``memory.attention_results``). Either holds, of a group's graph, what cannot be computed
 from the layer's input: attention's output and, as an example, FlashAttention's log-sum-exp. Queries,
 keys and values are made again for the group whose gradients are computed, and take the places of those
 that the graph was made with.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from chronicals.memory.attention_results import AttentionResults, StoredTensors
+from chronicals.memory.attention_results import KeptResults, LayerResults
 from chronicals.patching.head_groups import HeadGroup, LayerHeads
 
 AttendGroup = Callable[[HeadGroup], Tensor]
@@ -73,9 +73,18 @@ class GroupAttention(ABC):
     def forward(self, heads: LayerHeads) -> list[Tensor]:
         """Return what attention gives for each group, ``[T, n, W]``."""
 
+    def to_save(self) -> list[Tensor]:
+        """Return what autograd is to save of the forward pass; it is asked once."""
+        return []
+
     @abstractmethod
-    def attended(self, heads: LayerHeads) -> list[Attended]:
-        """Return the groups for a backward pass, which takes the heads once more."""
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
+        """Return the groups for a backward pass, which takes the heads once more.
+
+        Args:
+            heads: queries, keys and values.
+            saved: what autograd saved.
+        """
 
 
 class AttentionAgain(GroupAttention):
@@ -85,7 +94,7 @@ class AttentionAgain(GroupAttention):
         """Return what attention gives for each group."""
         return [self._value(heads.take(place)) for place in range(len(heads))]
 
-    def attended(self, heads: LayerHeads) -> list[Attended]:
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
         """Compute attention of each group again."""
         found = []
         for place in range(len(heads)):
@@ -111,21 +120,21 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 class KeptAttention(GroupAttention):
-    """Attention whose results are kept in host memory, with what their graphs need.
+    """Attention whose results are kept, with what their graphs need.
 
     Args:
         attend: computes attention of a group.
-        results: the host memory.
+        results: keeps them.
     """
 
-    def __init__(self, attend: AttendGroup, results: AttentionResults):
+    def __init__(self, attend: AttendGroup, results: KeptResults):
         super().__init__(attend)
         self._results = results
         self._graphs: list[AttentionGraph] = []
-        self._stored: StoredTensors
+        self._stored: LayerResults
 
     def forward(self, heads: LayerHeads) -> list[Tensor]:
-        """Return what attention gives for each group, and begin to copy that to the host."""
+        """Return what attention gives for each group, and keep that."""
         found = []
         kept: list[Tensor] = []
         for place in range(len(heads)):
@@ -136,9 +145,13 @@ class KeptAttention(GroupAttention):
         self._stored = self._results.store(kept)
         return found
 
-    def attended(self, heads: LayerHeads) -> list[Attended]:
-        """Return what was kept of the groups, copied back."""
-        kept = iter(self._stored.tensors())
+    def to_save(self) -> list[Tensor]:
+        """Return the results that autograd is to save."""
+        return self._stored.to_save()
+
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
+        """Return what was kept of the groups."""
+        kept = iter(self._stored.tensors(saved))
         found: list[Attended] = []
         for graph in self._graphs:
             value = next(kept)

@@ -41,7 +41,7 @@ from torch.autograd.graph import GradientEdge
 from chronicals.kernels.dropped_products import RepeatedSeeds
 from chronicals.kernels.launch import differentiable_once, with_padding
 from chronicals.memory import recomputation, rows_of_tile, tiles_of
-from chronicals.memory.attention_results import RESULTS, AttentionResults
+from chronicals.memory.attention_results import RESULTS, KeptResults
 from chronicals.patching.attention_groups import AttentionAgain, GroupAttention, KeptAttention
 from chronicals.patching.halves import AttentionHalf, GradientRequest, MLPHalf, PackedTokens
 from chronicals.patching.head_groups import HeadGroup, LayerHeads, ranges_of_heads
@@ -59,8 +59,7 @@ class TiledLayer:
         mlp: the MLP half.
         tokens: positions of the rows, and how they attend.
         tile: rows of a tile.
-        results: host memory that keeps what attention gives for the backward pass; None to compute
-            it again.
+        results: keeps what attention gives for the backward pass; None to compute it again.
         seeds: of the adapters' dropout, the same in each pass.
     """
 
@@ -68,7 +67,7 @@ class TiledLayer:
     mlp: MLPHalf
     tokens: PackedTokens
     tile: int
-    results: AttentionResults | None = None
+    results: KeptResults | None = None
     seeds: RepeatedSeeds = field(default_factory=RepeatedSeeds)
 
     @cached_property
@@ -88,20 +87,26 @@ class TiledLayer:
         return y
 
     def backward(
-        self, x: Tensor, dy: Tensor, trained: Sequence[Tensor], needs_x: bool
+        self,
+        x: Tensor,
+        dy: Tensor,
+        saved: Sequence[Tensor],
+        trained: Sequence[Tensor],
+        needs_x: bool,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of x and of the trained parameters; None for what has none.
 
         Args:
             x: ``[T, D]``.
             dy: gradient of the output, ``[T, D]``.
+            saved: what autograd saved of attention.
             trained: trained parameters of the layer.
             needs_x: x has a gradient.
         """
         sums = GradientSums(trained)
         with self._weights_made_once(), recomputation():
             heads = self._heads(x)
-            attended = self.attention_of_groups.attended(heads)
+            attended = self.attention_of_groups.attended(heads, saved)
             dr, gradients = self._output_gradients(x, dy, [each.value for each in attended], sums)
             if not needs_x and not self._trains_heads():
                 return None, sums.totals
@@ -293,15 +298,17 @@ class _TiledLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, made: TiledLayer, *trained: Tensor) -> Tensor:
         ctx.made = made
         ctx.trained = trained
-        ctx.save_for_backward(x)
-        return made.forward(x.squeeze(0)).unsqueeze(0)
+        y = made.forward(x.squeeze(0)).unsqueeze(0)
+        ctx.save_for_backward(x, *made.attention_of_groups.to_save())
+        return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[0]
-        dx, of_trained = ctx.made.backward(x.squeeze(0), dy.squeeze(0), ctx.trained, needs_x)
+        x, *saved = ctx.saved_tensors
+        dx, of_trained = ctx.made.backward(
+            x.squeeze(0), dy.squeeze(0), saved, ctx.trained, ctx.needs_input_grad[0]
+        )
         return (None if dx is None else dx.unsqueeze(0)), None, *of_trained
 
 

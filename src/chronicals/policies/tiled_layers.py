@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from chronicals.memory import decoder_layers, makes_tiles, rows_of_tile
+from chronicals.memory.attention_results import ResultsOnDevice
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
 from chronicals.patching.decoder_layer import ATTENTION
 from chronicals.patching.head_groups import heads_stand_alone, ranges_of_heads
 from chronicals.policies.facts import Facts, trains_layers
-from chronicals.policies.policy import Decision, MemoryLoad, Remedy, register_policy
+from chronicals.policies.needed_memory import GIB
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Remedy, register_policy
 from chronicals.policies.step_time import OTHER_KERNELS, SUM_BYTES, StepWork
 from chronicals.policies.tiles import TilingPolicy
 
@@ -70,12 +73,30 @@ class TiledLayers(TilingPolicy):
             tiles = replace(tiles, sums=SUM_BYTES * values, down=down)
         return replace(load, step=replace(load.step, layer_tiles=tiles))
 
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide as for any tiling; results of attention stay on the card as far as there is room."""
+        decision = super().decide(facts, course)
+        assert course.fitted is not None  # it is decided after the memory
+        memory = course.fitted.memory
+        count = memory.results_here
+        if not decision.runs or not count:
+            return decision
+        size = count * memory.result / GIB
+        words = f"attention's results of {count} of {memory.layers} layers stay, {size:.2f} GiB"
+        return replace(decision, reason=f"{decision.reason}; {words}", results=count)
+
+    def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
+        """Return the context in which the last layers keep attention's results on the card."""
+        if not decision.results:
+            return nullcontext()
+        return ResultsOnDevice(decoder_layers(model)[-decision.results :])
+
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the norm before attention once more, and the kernels of all tiles.
 
         Where queries, keys and values are made by groups of heads, the norm is computed for each
-        group, and where attention is computed again they are made once more. What else is computed
-        again is counted as recomputation.
+        group, and where attention is computed again they are made once more. Attention whose results
+        are kept is not computed again. What else is, is counted as recomputation.
         """
         rows = self.tile(facts)
         if not makes_tiles(facts.tokens, rows):
@@ -88,7 +109,8 @@ class TiledLayers(TilingPolicy):
         of_norm = work.job.tokens * shape.layers * 2 * 2 * shape.width
         groups = number_of_groups(facts)
         by_group = groups > 1 and not makes_heads_at_once(facts)
-        again = 1 - work.memory.kept_results / work.memory.layers if by_group else 0.0
+        kept = work.memory.kept_results / work.memory.layers
+        again = 1 - kept if by_group else 0.0
         norms = groups * (1 + again) if by_group else 1
         more = groups - 1 if by_group else 0
         made_again = [
@@ -102,6 +124,7 @@ class TiledLayers(TilingPolicy):
             forward=replace(work.forward, moved=work.forward.moved + more * of_norm),
             backward=replace(
                 work.backward,
+                scores=work.backward.scores - kept * work.forward.scores,
                 moved=work.backward.moved + norms * of_norm,
                 products=(*work.backward.products, *made_again),
             ),
