@@ -108,7 +108,7 @@ def test_the_engine_serves_it():
 
 
 class CutRecorder(EmulatedRecorder):
-    """Emulates graphs that are cut: what the host decides runs where the capture was cut.
+    """Emulates graphs that are cut: what the host does around a launch runs where the cut was.
 
     Attributes:
         cuts: how often.
@@ -118,9 +118,10 @@ class CutRecorder(EmulatedRecorder):
         super().__init__()
         self.cuts = 0
 
-    def cut(self, decide):
+    def cut(self, decide, behind):
         self.cuts += 1
         decide()
+        behind()
 
     def capture(self, run):
         def captured(*slots):
