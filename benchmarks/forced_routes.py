@@ -93,23 +93,34 @@ class ForcedRoutes:
 
     Args:
         model: the model, whose gates are replaced.
-        missing: share of the experts of a token that are not in slots.
+        table: the routes, int64 ``[steps, layers, k]``; they begin anew behind the last step.
         device: of the model.
-        steps: steps before the routes begin anew.
+        prediction: what follows the routes on the host; None for nothing.
     """
 
     MOST_ROWS = 64
     """Rows of a decode step."""
 
-    def __init__(self, model: Any, missing: float, device: str, steps: int = 512):
-        config = model.config
+    def __init__(
+        self,
+        model: Any,
+        table: Tensor,
+        device: str,
+        prediction: ForcedPrediction | None = None,
+    ):
         gates = [layer.mlp.gate for layer in model.model.layers]
-        table = routes(len(gates), config.num_experts, config.num_experts_per_tok, missing, steps)
         self.table_NLk = table.to(device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.experts = config.num_experts
+        self.prediction = prediction
+        self.experts = model.config.num_experts
         for number, gate in enumerate(gates):
             gate.forward = partial(self.route, number, gate.forward, number == len(gates) - 1)
+
+    def begin_anew(self) -> None:
+        """Let the next decode step take the first routes."""
+        self.position.zero_()
+        if self.prediction is not None:
+            self.prediction.position = 0
 
     def route(self, layer: int, own: Callable[..., Any], is_last: bool, x: Tensor) -> Any:
         """Return logits, shares and experts of the rows, as the class's router does."""

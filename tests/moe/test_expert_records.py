@@ -400,11 +400,11 @@ def test_prefetched_records_are_waited_for_in_groups_of_their_bytes(monkeypatch)
     records = copies.Rows(torch.zeros(5, 8, dtype=torch.uint8))
     loads = [copies.Load(records, number, number) for number in range(5)]
     copy_engine = copies.CopyEngine(torch.device("cpu"), torch.zeros(5, 8, dtype=torch.uint8))
-    for copy, same in (
+    for by, same in (
         (copy_engine.prefetch, [0, 0, 1, 1, 2]),
         (copy_engine.demand, [0, 0, 0, 0, 0]),
     ):
-        copy(loads, copy_engine.current())
+        by(loads, copy_engine.current())
         events = [copy_engine._awaited[slot] for slot in range(5)]
         assert [list(dict.fromkeys(events)).index(event) for event in events] == same
         copy_engine.wait_for([1, 4], copies.HostStream())
