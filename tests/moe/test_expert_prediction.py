@@ -73,10 +73,10 @@ def test_no_bit_changes(name, slots, words):
     streamed.offload.close()
 
 
-def looks_of(slots, predictor):
+def looks_of(slots, predictor, **options):
     """An offloaded model of two layers, and a look of each as between two graphs."""
     model = build("Qwen3Moe")
-    streamed = offloaded(model, slots, predictor=predictor)
+    streamed = offloaded(model, slots, predictor=predictor, **options)
     read = torch.zeros(2, EXPERTS + 1, dtype=torch.int32)
     made = [HostLook(streamed.offload.engine, layer, read[layer]) for layer in range(2)]
     return streamed, made
@@ -168,20 +168,36 @@ def test_demanded_copies_go_before_predicted_ones():
     streamed.offload.close()
 
 
-def test_what_was_expected_and_not_chosen_gives_up_its_slot():
-    """So a predictor that is wrong for long still gets what it names, and keeps what runs."""
-    predictor = Named()
-    streamed, (first, second) = looks_of(EACH + 2, predictor)
-    of = streamed.offload.engine
+def run_steps(looks, predictor):
+    """Twelve steps of the same two experts, before each of which another one is expected."""
     for step in range(12):
         predictor.names = [step % 6]
-        choose(first, 6, 7)
-        choose(second, 6, 7)
-        for look in (first, second):
+        for look in looks:
+            choose(look, 6, 7)
+        for look in looks:
             look.bring()
             look.fetch_ahead()
-            assert {(look.layer, 6), (look.layer, 7)} <= set(of._slot_of)
-    assert streamed.offload.report().layers[1].prefetched == 12
+            yield look.layer
+
+
+def test_what_was_expected_and_not_chosen_gives_up_its_slot():
+    """So that nothing is missing of what is always chosen, and what is named is fetched for long."""
+    predictor = Named()
+    streamed, looks = looks_of(6, predictor)
+    list(run_steps(looks, predictor))
+    _, last = streamed.offload.report().layers
+    assert (last.prefetched, last.misses) == (12, 2)
+    streamed.offload.close()
+
+
+def test_experts_whose_products_run_keep_their_slots():
+    """Also where the policy would have them go first."""
+    trace = {(layer, expert): int(expert < 6) for layer in range(2) for expert in range(EXPERTS)}
+    predictor = Named()
+    streamed, looks = looks_of(5, predictor, policy="static", trace=trace)
+    for layer in run_steps(looks, predictor):
+        assert {(layer, 6), (layer, 7)} <= set(streamed.offload.engine._slot_of)
+    assert streamed.offload.report().layers[1].prefetched > 0
     streamed.offload.close()
 
 
