@@ -518,7 +518,7 @@ class ExpertEngine:
 
     def _fetch_early(
         self,
-        missing: Sequence[Expert],
+        missing: list[Expert],
         kept: Collection[Expert],
         stream: Any,
         passing: bool = False,
