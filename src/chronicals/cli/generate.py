@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.common_options import BaseModel, TrainedModel, TrustRemoteCode
-from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
+from chronicals.cli.expert_options import (
+    ExpertMemory,
+    ExpertMode,
+    ExpertPredictor,
+    OffloadExperts,
+    placing,
+)
 from chronicals.cli.options import make_room_for
 
 if TYPE_CHECKING:
@@ -64,6 +70,7 @@ def generate_command(
     ] = False,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_predictor: ExpertPredictor = None,
     expert_mode: ExpertMode = "exact",
     system: Annotated[
         str | None,
@@ -141,7 +148,7 @@ def generate_command(
             "json_lines: takes its questions from standard input; leave out the prompt"
         )
     make_room_for(output)
-    place = placing(offload_experts, expert_memory, mode=expert_mode)
+    place = placing(offload_experts, expert_memory, expert_predictor, mode=expert_mode)
     trained = load_trained(model, base_model, trust_remote_code, place=place)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
         patch_parts(trained.model, whole_layers=True)
