@@ -194,10 +194,20 @@ def _check_prompts(
         if value is not None:
             why = "is not for" if prompts is not None else "has no effect without"
             raise ValueError(f"{name}={value}: {why} prompts=FILE; leave one of them out")
+    if prompts is not None and output is not None and _are_one_file(prompts, output):
+        raise ValueError(
+            f"output={str(output)!r}: is the file of prompts={str(prompts)!r}, which the answers "
+            "would replace; name another file"
+        )
     if answers > 1 and temperature == 0:
         raise ValueError(
             f"answers={answers}: at temperature 0 all would be the same; give a temperature above 0"
         )
+
+
+def _are_one_file(one: Path, other: Path) -> bool:
+    """Return whether two paths are of one file, also by links."""
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _answer_prompts(trained: Trained, prompts: Path, output: Path | None, **settings: Any) -> None:
