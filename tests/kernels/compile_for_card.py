@@ -173,6 +173,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
+        "few_rows_product": products_beside_norms,
         "few_tokens_product": lambda: products_of_few_tokens(nf4),
         "dense_slots": lambda: values_of_slots(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
@@ -194,6 +195,24 @@ def calls() -> dict[str, Callable[[], object]]:
         for rank in (0, 64):
             found[f"experts in fp8 {rank}"] = partial(experts_in_eight_bits, rank)
     return found
+
+
+def products_beside_norms() -> None:
+    """The products of a 0.5B's layer for few rows and many, with residuals in both dtypes."""
+    from chronicals.kernels.few_rows_product import RowNorm, few_rows_product, few_rows_sum
+
+    first, gate_and_up, last = (
+        torch.zeros(shape, dtype=HALF) for shape in ((1152, 896), (9728, 896), (896, 4864))
+    )
+    bias = torch.zeros(1152, dtype=HALF)
+    for rows in (1, 17, 64):
+        for kind in (HALF, torch.float32):
+            x = torch.zeros(rows, 896, dtype=kind)
+            unit = torch.zeros(rows, 4864, dtype=HALF)
+            _, squares = few_rows_sum(unit, last, x, widens=kind == torch.float32)
+            norm = RowNorm(squares, torch.zeros(896, dtype=HALF), 1e-6)
+            few_rows_product(x, first, bias, norm=norm)
+            few_rows_product(x, gate_and_up, norm=norm, activation="silu")
 
 
 def experts(rank: int) -> None:

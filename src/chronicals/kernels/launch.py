@@ -222,6 +222,15 @@ def with_padding(
     return like.new_empty((rows, width + padding), dtype=dtype)[:, :width]
 
 
+def launches_early(x: Tensor) -> bool:
+    """Return whether a kernel on x can be launched before the one before it in its stream has ended.
+
+    Such a kernel waits within itself, before it reads what the other one writes ("programmatic
+    dependent launch", from Hopper, sm_90, on).
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a card; 2 for the interpreter."""
