@@ -35,6 +35,7 @@ from torch import Tensor
 
 from chronicals.kernels.glu import REFERENCES, activate
 from chronicals.kernels.launch import (
+    early_options,
     launches_early,
     multiplied_in,
     multiprocessors,
@@ -43,6 +44,7 @@ from chronicals.kernels.launch import (
     runs_triton,
     tl,
     triton,
+    wait_for_kernel_before,
 )
 from chronicals.kernels.nf4_product import arrivals
 
@@ -215,13 +217,12 @@ def _few_rows_product_kernel(
     begin = tl.program_id(1) * each
     end = tl.minimum(begin + each, columns)
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
         _prefetch_weight(weight_ptr, output, is_output, begin, end, weight_row, LINES, LINE)
         if ACTIVATION != "":
             _prefetch_weight(
                 weight_ptr, outputs + output, is_output, begin, end, weight_row, LINES, LINE
             )
-        tl.extra.cuda.gdc_wait()
+    wait_for_kernel_before(EARLY)
 
     rstd = tl.zeros((ROWS,), tl.float32)
     if HAS_NORM:
@@ -393,7 +394,7 @@ def _few_rows_product(
         LINE,
         num_warps=launch.warps,
         num_stages=launch.stages,
-        **({"launch_pdl": True} if early else {}),
+        **early_options(early),
     )
     return out, out_squares
 
