@@ -9,6 +9,7 @@ shared memory that a program of it takes. Exit status 1 where one does not compi
 
 import json
 import random as chance
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -610,6 +611,17 @@ def stacks_of_experts(nf4, experts: int, outputs: int, columns: int) -> list:
     return stacks
 
 
+WAIT = "griddepcontrol.wait"
+"""The instruction of a kernel that is launched early, with which it waits for the one before."""
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether nothing but a prefetch stands before the wait of a kernel launched early."""
+    before, _, behind = ptx[ptx.index(".entry") :].partition(WAIT)
+    touches = re.search(r"\b(ld\.global|cp\.async\.c|st\.global|atom|red\.)", before)
+    return touches is None and WAIT not in behind and "prefetch" not in behind
+
+
 def main() -> None:
     stand_in()
     failed = False
@@ -634,10 +646,11 @@ def main() -> None:
                 print(json.dumps({"call": name, "error": f"{type(error).__name__}: {error}"[:500]}))
         for name, compiled in kernels.values():
             try:
-                shared = (
-                    compiled.result() if hasattr(compiled, "result") else compiled
-                ).metadata.shared
-                print(json.dumps({"kernel": name, "shared": shared}))
+                result = compiled.result() if hasattr(compiled, "result") else compiled
+                line = {"kernel": name, "shared": result.metadata.shared}
+                if WAIT in result.asm["ptx"]:
+                    line["waits first"] = waits_first(result.asm["ptx"])
+                print(json.dumps(line))
             except Exception as error:
                 failed = True
                 print(
