@@ -8,6 +8,9 @@ process of its own; what is in OUT.json is run again only if it is named.
 
 - ``decode-10``, ``-30``, ``-50``: a token's time in bf16 where routes are forced so that this
   percentage of its experts is missing, over that of the same harness with all experts on the card.
+- ``decode-10-predicted``, ``-predicted-75``, …: the same, where a prediction names 0.9 or 0.75 of
+  the missing experts while the layer before runs, and wrong ones in the place of the others. Its
+  recall is printed beside: that of all layers, of which nothing names the first one's experts.
 - ``prompt``: a pass over 8,192 tokens.
 - ``cpu-50``: as ``decode-50``, with a share of the misses computed by the CPU.
 - ``map-50``: as ``decode-50``, with transformers' ``device_map``: experts on the CPU.
@@ -28,324 +31,45 @@ processor with AMX.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from cards_models import step_of
-from forced_routes import ForcedRoutes
+from offload_decoding import decoded, mapped
+from offload_sizes import (
+    TINY_SIZES,
+    Sizes,
+    built,
+    bus_rate,
+    chosen_by,
+    free,
+    offloaded,
+    seconds,
+    where,
+)
 from recipes_on_card import GIB, forked, machine
 from torch import Tensor
 
 import chronicals
-from chronicals.benchmark.shapes import SHAPES
 from chronicals.config import ChronicalsConfig
-from chronicals.generation import EngineSettings, Request
-from chronicals.generation.engine import Engine
-from chronicals.models import quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.training.session import prepared
 
-WHOLE_LAYERS = 48
-TINY = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 64,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
-
-FEW_TOKENS = 8
-"""Tokens of a short answer."""
-
-HEAD_CALLS = 20
-"""Calls of the head one after another, which the host launches faster than a device takes them."""
+RECALLS = (0.9, 0.75)
+"""Shares of the missing experts that predictions name."""
 
 SAME_STEPS = 3
 """Steps whose losses and gradient norms are compared."""
-
-COPIES = 30
-"""Copies whose median is the rate of the bus."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the rows.
-
-    Attributes:
-        layers: decoder layers of all rows but that of the whole model.
-        whole: decoder layers of that.
-        prompt: tokens of the prompt's row.
-        tokens: decode steps that are timed.
-        slots: slots of decoding and of the prompt by the number of layers: a quarter of the experts.
-        width: tokens of a document of training.
-        steps: training steps.
-        warm: of these the first ones, which are not timed.
-        experts: GiB of experts in training with ``whole`` layers, and in that of the whole model.
-        tiny: the model is tiny.
-    """
-
-    layers: int
-    whole: int = WHOLE_LAYERS
-    prompt: int = 8192
-    tokens: int = 256
-    slots: int = 32
-    width: int = 2048
-    steps: int = 8
-    warm: int = 3
-    experts: tuple[float, float] = (4.0, 2.0)
-    tiny: bool = False
-
-    @property
-    def model(self) -> dict[str, Any]:
-        """Fields of the configuration, but for the number of layers."""
-        sizes = SHAPES["qwen3-30b-a3b"].sizes
-        return {**sizes, **TINY} if self.tiny else sizes
-
-    def config(self, layers: int) -> Any:
-        """Return the configuration of the model."""
-        return transformers.Qwen3MoeConfig(**{**self.model, "num_hidden_layers": layers})
-
-    def expert_memory(self, whole: float, layers: int) -> str:
-        """Return the memory of experts, as recipes name it.
-
-        Args:
-            whole: its GiB with all layers.
-            layers: decoder layers, whose share of it is taken.
-        """
-        return f"{1024 * whole * layers / self.whole}MiB"
-
-    @property
-    def record(self) -> int:
-        """Bytes of an expert in bf16."""
-        return 2 * 3 * self.model["hidden_size"] * self.model["moe_intermediate_size"]
-
-
-TINY_SIZES = Sizes(
-    layers=2,
-    whole=3,
-    prompt=96,
-    tokens=6,
-    slots=10,
-    width=64,
-    steps=3,
-    warm=1,
-    experts=(0.28125 / 1024, 0.09375 / 1024),
-    tiny=True,
-)
-
-
-def where() -> str:
-    """Return the device; asked for in the process of a row alone, since a card once asked for cannot
-    be used by processes that are forked later.
-    """
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def wait() -> None:
-    """Wait until the card has done what it was given."""
-    if where() == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call, to the end of what it gives the card."""
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
-def bus_rate(record: int) -> float:
-    """Return bytes a second of copies of a record's size from pinned memory to the card."""
-    own = torch.empty(64 * record, dtype=torch.uint8, pin_memory=where() == "cuda").fill_(1)
-    there = torch.empty(64 * record, dtype=torch.uint8, device=where())
-
-    def copy() -> None:
-        for source, place in zip(own.split(record), there.split(record)):
-            place.copy_(source, non_blocking=True)
-
-    copy()
-    return len(own) / statistics.median(seconds(copy) for _ in range(COPIES))
-
-
-def built(sizes: Sizes, layers: int, quantised: bool = False) -> Any:
-    """Return the model on the card, random weights of one seed."""
-    torch.manual_seed(0)
-    with torch.device(where()):
-        model = transformers.AutoModelForCausalLM.from_config(
-            sizes.config(layers), dtype=torch.bfloat16
-        )
-    model.generation_config.eos_token_id = None
-    if quantised:
-        quantise_layers(model)
-    return model
-
-
-def offloaded(model: Any, sizes: Sizes, **options: Any) -> Any:
-    """Return the model with ``sizes.slots`` of its experts a layer in slots."""
-    budget = sizes.slots * len(model.model.layers) * sizes.record
-    model = chronicals.offload(model, vram=budget, **options)
-    model.offload.engine.verify()  # else each record's first copy would wait for its checksum
-    return model
-
-
-@torch.no_grad()
-def logits_of(model: Any, steps: int = 6) -> tuple[list[int], Tensor]:
-    """Return greedy tokens behind a prompt of 32, and all logits on the host, routes unforced."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (1, 32), generator=generator).to(where())
-    found, tokens = [], list[int]()
-    cache = None
-    for _ in range(steps):
-        out = model(ids, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        found.append(out.logits[0].float().cpu())
-        ids = out.logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-    return tokens, torch.cat(found)
-
-
-def decode_step(model: Any, sizes: Sizes) -> dict[str, float]:
-    """Return seconds, chosen and missing experts of a decode step of the engine.
-
-    They are the difference between long and short answers, so that neither the prompt counts nor
-    the first steps behind it, in which experts of the routes come back to their slots.
-    """
-    generator = torch.Generator().manual_seed(2)
-    prompt = torch.randint(0, model.config.vocab_size, (128,), generator=generator).tolist()
-    engine = Engine(model, EngineSettings(slots=1))
-
-    def answer(new: int) -> dict[str, float]:
-        before = chosen_by(model)
-        taken = seconds(lambda: engine.generate([Request(prompt, new)]))
-        after = chosen_by(model)
-        return {"seconds": taken, **{name: after[name] - before[name] for name in after}}
-
-    answer(FEW_TOKENS)  # compiles, and captures graphs
-    both = [
-        min((answer(new) for _ in range(2)), key=lambda one: one["seconds"])
-        for new in (FEW_TOKENS, FEW_TOKENS + sizes.tokens)
-    ]
-    short, long = both
-    return {name: (long[name] - short[name]) / sizes.tokens for name in short}
-
-
-def chosen_by(model: Any) -> dict[str, int]:
-    """Return chosen experts, missing ones and copied bytes of an offloaded model so far."""
-    if not hasattr(model, "offload"):
-        return {}
-    report = model.offload.report()
-    return {
-        "chosen": report.hits + report.misses,
-        "missing": report.misses,
-        "bytes": report.bytes,
-    }
-
-
-@torch.no_grad()
-def head_seconds(model: Any) -> float:
-    """Return the seconds of embedding, last norm and head for a token, as the device takes them."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=where())
-    inner = model.model
-
-    def calls() -> None:
-        for _ in range(HEAD_CALLS):
-            model.lm_head(inner.norm(inner.embed_tokens(ids)))
-
-    calls()
-    return statistics.median(seconds(calls) for _ in range(5)) / HEAD_CALLS
-
-
-def of_whole(token: float, head: float, layers: int) -> float:
-    """Return tokens a second of 48 layers, given the time of a token with ``layers``."""
-    return 1 / (head + (token - head) * WHOLE_LAYERS / layers)
-
-
-def compared(expected: tuple[list[int], Tensor], got: tuple[list[int], Tensor]) -> dict[str, Any]:
-    """Return whether tokens and logits are the same, and the relative error of the logits."""
-    difference = (got[1] - expected[1]).norm() / expected[1].norm()
-    return {
-        "equal tokens": got[0] == expected[0],
-        "equal bits": torch.equal(got[1], expected[1]),
-        "error": float(difference),
-    }
-
-
-def free(*models: Any) -> None:
-    """Close engines of models and let their memory go."""
-    for model in models:
-        if hasattr(model, "offload"):
-            model.offload.close()
-    gc.collect()
-    if where() == "cuda":
-        torch.cuda.empty_cache()
-
-
-def resident_decoding(sizes: Sizes, missing: float) -> dict[str, Any]:
-    """Return tokens, logits and times of the model with all experts on the card."""
-    model = built(sizes, sizes.layers).eval()
-    chronicals.patch_model(model)
-    found = {"logits": logits_of(model), "head": head_seconds(model)}
-    ForcedRoutes(model, missing, where())
-    found |= decode_step(model, sizes)
-    free()
-    return found
-
-
-def decoded(missing: float, sizes: Sizes, mode: str = "exact") -> dict[str, Any]:
-    """Return the row of decoding with a share of missing experts."""
-    bus = bus_rate(sizes.record)
-    resident = resident_decoding(sizes, missing)
-    free()  # the model is in cycles
-    arms: dict[str, Any] = {}
-    for arm in dict.fromkeys(["exact", mode]):
-        options = {} if arm == "exact" else {"mode": arm}
-        model = offloaded(built(sizes, sizes.layers).eval(), sizes, **options)
-        chronicals.patch_model(model)
-        same = compared(resident["logits"], logits_of(model))
-        ForcedRoutes(model, missing, where())
-        step = decode_step(model, sizes)
-        report = model.offload.report()
-        arms[arm] = {
-            **step,
-            **same,
-            "slot bytes": report.slot_bytes,
-            "tokens/s of 48 layers": of_whole(step["seconds"], resident["head"], sizes.layers),
-        }
-        free(model)
-        del model
-    copies = arms["exact"]["missing"] * sizes.record / bus
-    head = resident["head"]
-    resident_rate = of_whole(resident["seconds"], head, sizes.layers)
-    bound = max(1 / resident_rate, copies * WHOLE_LAYERS / sizes.layers)
-    found = {
-        "bus": bus,
-        "head": head,
-        "resident": resident["seconds"],
-        "resident tokens/s of 48 layers": resident_rate,
-        "copies": copies,
-        "arms": arms,
-        "share": bound * arms["exact"]["tokens/s of 48 layers"],
-    }
-    if mode != "exact":
-        found["gain"] = arms["exact"]["seconds"] / arms[mode]["seconds"]
-    return found
 
 
 @torch.no_grad()
@@ -381,40 +105,6 @@ def prompted(sizes: Sizes) -> dict[str, Any]:
         "copies": copied / bus,
         "equal bits": torch.equal(*lasts.values()),
         "share": max(times["resident"], copied / bus) / times["offloaded"],
-    }
-
-
-@torch.no_grad()
-def mapped(missing: float, sizes: Sizes) -> dict[str, Any]:
-    """Return the row of transformers' ``device_map``, with all experts on the CPU."""
-    from accelerate import dispatch_model
-
-    if where() == "cpu":
-        raise ValueError("device_map moves experts to a card, and there is none")
-    resident = resident_decoding(sizes, missing)
-    model = built(sizes, sizes.layers).eval()
-    places: dict[str, Any] = {
-        "model.embed_tokens": 0,
-        "model.norm": 0,
-        "model.rotary_emb": 0,
-        "lm_head": 0,
-    }
-    for number in range(sizes.layers):
-        for part in ("self_attn", "input_layernorm", "post_attention_layernorm", "mlp.gate"):
-            places[f"model.layers.{number}.{part}"] = 0
-        places[f"model.layers.{number}.mlp.experts"] = "cpu"
-    model = dispatch_model(model, places, main_device=0)
-    same = compared(resident["logits"], logits_of(model))
-    ForcedRoutes(model, missing, where())
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=where())
-    cache = model(ids, use_cache=True).past_key_values
-    times = [seconds(lambda: model(ids, past_key_values=cache, use_cache=True)) for _ in range(12)]
-    token = statistics.median(times[2:])
-    return {
-        "resident": resident["seconds"],
-        "seconds": token,
-        **same,
-        "tokens/s of 48 layers": of_whole(token, resident["head"], sizes.layers),
     }
 
 
@@ -566,11 +256,20 @@ def train(session: Any, step: Any, scalars: dict[str, Any]) -> None:
     scalars.update(session.train_once(step))
 
 
+def predicted_name(missing: float, recall: float) -> str:
+    """Return the name of the row of decoding with a prediction."""
+    of_recall = "" if recall == RECALLS[0] else f"-{round(100 * recall)}"
+    return f"decode-{round(100 * missing)}-predicted{of_recall}"
+
+
 def rows() -> dict[str, Callable[[Sizes], dict[str, Any]]]:
     """Return the function of each row by its name."""
     found: dict[str, Callable[[Sizes], dict[str, Any]]] = {
         f"decode-{round(100 * missing)}": partial(decoded, missing) for missing in (0.1, 0.3, 0.5)
     }
+    for missing, recall in product((0.1, 0.3, 0.5), RECALLS):
+        predicted = partial(decoded, missing, recall=recall)
+        found[predicted_name(missing, recall)] = predicted
     found["prompt"] = prompted
     found["cpu-50"] = partial(decoded, 0.5, mode="numerical")
     found["map-50"] = partial(mapped, 0.5)
@@ -583,6 +282,10 @@ def rows() -> dict[str, Callable[[Sizes], dict[str, Any]]]:
 
 BARS = {
     **{f"decode-{missing}": ("share", 0.80) for missing in (10, 30, 50)},
+    **{
+        predicted_name(missing, recall): ("share", 0.80)
+        for missing, recall in product((0.1, 0.3, 0.5), RECALLS)
+    },
     "prompt": ("share", 0.85),
     "cpu-50": ("gain", 1.5),
     **{f"{name}-{size}k": ("share", 0.80) for name in ("lora", "qlora") for size in (4, 16, 64)},
@@ -608,7 +311,8 @@ def line_of(name: str, row: dict[str, Any]) -> str:
         else:
             parts.append(
                 f"{arm} {found['tokens/s of 48 layers']:.1f} tokens/s of 48 layers, "
-                f"{found['missing'] / found['chosen']:.1%} missing, {same_words(found)}"
+                f"{found['missing'] / found['chosen']:.1%} missing{recall_words(found)}, "
+                f"{same_words(found)}, with forced routes {same_words(found['forced'])}"
             )
     if "equal" in row:
         parts.append("norms and weights " + ("equal" if row["equal"] else "DIFFER"))
@@ -619,11 +323,20 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     return f"{name}: " + "; ".join(parts)
 
 
+def recall_words(found: dict[str, Any]) -> str:
+    """Return the recall of an arm's prediction, and what it had copied; nothing without one."""
+    if found["recall"] is None:
+        return ""
+    share = found["prefetched"] / found["chosen"]
+    return f", {share:.1%} prefetched, recall {found['recall']:.2f}"
+
+
 def same_words(found: dict[str, Any]) -> str:
     """Return how far an arm's logits are from those with all experts on the card."""
-    if found["equal bits"]:
+    equal = found.get("equal tokens", True) and found.get("equal tokens of graphs", True)
+    if found["equal bits"] and equal:
         return "logits bit-equal"
-    tokens = "" if found.get("equal tokens", True) else ", other tokens"
+    tokens = "" if equal else ", other tokens"
     return f"logits off by {found.get('error', float('nan')):.1e}{tokens}"
 
 

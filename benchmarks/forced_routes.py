@@ -1,16 +1,23 @@
-"""Routes of decode steps of which a known share of the experts is missing."""
+"""Routes of decode steps of which a known share of the experts is missing, and predictions of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chronicals.moe.offload.prediction import Predictor
+
 HOT = 8
 """Experts of a layer that a forced route takes again and again: so few that the slots keep them."""
+
+
+def hot_of(experts: int) -> int:
+    """Return how many of a layer's experts are taken again and again: those of the least numbers."""
+    return min(HOT, experts // 4)
 
 
 def routes(layers: int, experts: int, each: int, missing: float, steps: int) -> Tensor:
@@ -21,7 +28,7 @@ def routes(layers: int, experts: int, each: int, missing: float, steps: int) -> 
         missing: share of the experts of a token that are taken in turn, the others are ``HOT``.
         steps: number of steps.
     """
-    hot = min(HOT, experts // 4)
+    hot = hot_of(experts)
     cold = experts - hot
     table = torch.empty(steps, layers, each, dtype=torch.int64)
     taken = [0] * layers
@@ -41,6 +48,42 @@ def routes(layers: int, experts: int, each: int, missing: float, steps: int) -> 
     return table
 
 
+class ForcedPrediction(Predictor):
+    """Names the experts of the next layer's forced routes, of which a known share is wrong.
+
+    The first layer of a step follows no other one, so its experts are not named. All names are drawn
+    beforehand, and the device is not asked.
+
+    Args:
+        table: the routes, int64 ``[steps, layers, k]``.
+        experts: number of experts.
+        recall: share of the missing experts that are named. In the place of each of the others
+            stands one that is not chosen, whose turn is half a round away.
+    """
+
+    def __init__(self, table: Tensor, experts: int, recall: float):
+        super().__init__()
+        hot = hot_of(experts)
+        cold = experts - hot
+        generator = torch.Generator().manual_seed(4)
+        is_named = torch.rand(table.shape, generator=generator) < recall
+        wrong = hot + (table - hot + cold // 2) % cold
+        named = torch.where(is_named | (table < hot), table, wrong)
+        self.position = 0
+        self._named: list[list[list[int]]] = named.tolist()
+        self._chosen: list[list[list[int]]] = table.sort(-1).values.tolist()
+
+    def expected(self, layer: int, told: Sequence[int]) -> list[int]:
+        """Return the names of a decode step; none in a pass of other routes, such as a prompt's."""
+        step = self.position % len(self._named)
+        if self.last(layer - 1) != self._chosen[step][layer - 1]:
+            return []
+        if layer == len(self._named[step]):
+            self.position += 1
+            return []
+        return self._named[step][layer]
+
+
 class ForcedRoutes:
     """Routes that a decode step takes, whatever the hidden states are.
 
@@ -50,23 +93,34 @@ class ForcedRoutes:
 
     Args:
         model: the model, whose gates are replaced.
-        missing: share of the experts of a token that are not in slots.
+        table: the routes, int64 ``[steps, layers, k]``; they begin anew behind the last step.
         device: of the model.
-        steps: steps before the routes begin anew.
+        prediction: what follows the routes on the host; None for nothing.
     """
 
     MOST_ROWS = 64
     """Rows of a decode step."""
 
-    def __init__(self, model: Any, missing: float, device: str, steps: int = 512):
-        config = model.config
+    def __init__(
+        self,
+        model: Any,
+        table: Tensor,
+        device: str,
+        prediction: ForcedPrediction | None = None,
+    ):
         gates = [layer.mlp.gate for layer in model.model.layers]
-        table = routes(len(gates), config.num_experts, config.num_experts_per_tok, missing, steps)
         self.table_NLk = table.to(device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
-        self.experts = config.num_experts
+        self.prediction = prediction
+        self.experts = model.config.num_experts
         for number, gate in enumerate(gates):
             gate.forward = partial(self.route, number, gate.forward, number == len(gates) - 1)
+
+    def begin_anew(self) -> None:
+        """Let the next decode step take the first routes."""
+        self.position.zero_()
+        if self.prediction is not None:
+            self.prediction.position = 0
 
     def route(self, layer: int, own: Callable[..., Any], is_last: bool, x: Tensor) -> Any:
         """Return logits, shares and experts of the rows, as the class's router does."""

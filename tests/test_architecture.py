@@ -11,6 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "chronicals"
 
 FLOORS = [
+    {"__main__"},
     {"cli"},
     {"ui", "tuning", "convert"},
     {"benchmark", "export", "verification", "planning"},

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -410,6 +411,12 @@ def test_a_file_of_answers_that_cannot_be_written_is_told_at_once(place, within)
     (place / "prompts.txt").write_text("a\n")
     refused = within("generate", "nowhere", "--prompts", "prompts.txt", "--output", "folder")
     assert refused.code == 1 and "--output folder: is a folder" in refused.stderr
+    (place / "link.txt").symlink_to("prompts.txt")
+    for same in ("prompts.txt", "folder/../prompts.txt", "link.txt"):
+        refused = within("generate", "nowhere", "--prompts", "prompts.txt", "--output", same)
+        told = f"--output {same}: is the file of --prompts prompts.txt, which the answers would"
+        assert refused.code == 1 and told in refused.stderr
+    assert (place / "prompts.txt").read_text() == "a\n"
 
 
 def test_commands_of_a_chat(trained, within):
@@ -476,6 +483,13 @@ def test_draws_are_shaped_and_repeated(trained, within):
     assert refused.code == 1 and "--top-p 0.9: has no effect at temperature 0" in refused.stderr
 
 
+def test_python_runs_the_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chronicals", "generate", "nowhere"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("chronicals", run_name="__main__")
+    assert exit.value.code == 1 and "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_prompts_of_a_file_are_answered(trained, within, place):
     (place / "asked.txt").write_text("what is 3?\nwhat is 4?\n")
@@ -492,7 +506,11 @@ def test_prompts_of_a_file_are_answered(trained, within, place):
     assert answered.code == 0 and answered.stdout == "", answered.stderr
     rows = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
     assert [len(row["answers"]) for row in rows] == [3, 3]
-    assert all(answer["log_probability"] < 0 for row in rows for answer in row["answers"])
+    drawn, full = (
+        [answer[f"{name}_log_probability"] for row in rows for answer in row["answers"]]
+        for name in ("drawn", "full")
+    )
+    assert max(drawn) < 0 and max(full) < 0 and drawn != full
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,17 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import families
 import tiny
 from chronicals.cli.app import app
+from chronicals.moe.lookahead.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.heads import FromHeads
+from chronicals.moe.offload.prediction import Repeating
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +75,64 @@ def test_evaluate_says_what_stand_ins_cost(tmp_path):
     assert figures["exact_loss"] == pytest.approx(exact["loss"], rel=1e-4)
     assert figures["soft_cost"] == figures["loss"] - figures["exact_loss"] != 0
     assert 0 < figures["fallback_mass"] < 1
+
+
+@pytest.fixture(scope="module")
+def heads(folder, tmp_path_factory):
+    """A folder with heads for the model; they name other experts than the last ones."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = ExpertPredictor.beside(model, HeadSizes(furthest=1, tokens=0, rank=2))
+    torch.nn.init.normal_(made.layer_ahead.up, std=0.3)
+    place = tmp_path_factory.mktemp("heads")
+    made.save(place, {})
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["last", "none", "folder"])
+def test_a_predictor_changes_no_answer(folder, heads, named, monkeypatch):
+    """Of each command that takes one; it is the engine's."""
+    made = []
+    opened = ExpertEngine.open
+
+    def noting(engine, slots, device, policy, predictor=None, *more, **named):
+        made.append(type(predictor))
+        return opened(engine, slots, device, policy, predictor, *more, **named)
+
+    monkeypatch.setattr(ExpertEngine, "open", noting)
+    flags = (*OFFLOAD, "--expert-predictor", heads if named == "folder" else named)
+    asked = ("generate", folder, "--prompt", "a b", "--max-new-tokens", 8)
+    expected, got = called(*asked), called(*asked, *flags)
+    assert expected[0] == got[0] == 0 and expected[1].splitlines()[-1] == got[1].splitlines()[-1]
+    data = ("--data", folder / "rows.jsonl", "--max-seq-length", 64)
+    code, output = called("evaluate", folder, *data, *flags)
+    assert code == 0, output
+    code, output = called("moe", "trace", folder, *data, "--output", heads / named, *flags)
+    assert code == 0, output
+    of = {"last": Repeating, "none": type(None), "folder": FromHeads}
+    assert made == [of[named]] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("--expert-predictor", "last"),
+            "expert_predictor=last: has no effect without --offload-exp",
+        ),
+        (
+            (*OFFLOAD, "--expert-predictor", "oracle"),
+            "expert_predictor='oracle': expected 'last', 'none', 'heads', or a folder with trained",
+        ),
+        (
+            (*OFFLOAD, "--expert-predictor", "heads"),
+            "expert_predictor='heads': Qwen3MoeForCausalLM has no heads of its own",
+        ),
+    ],
+)
+def test_predictors_that_cannot_be(folder, words, expected):
+    code, output = called("generate", folder, "--prompt", "a", *words)
+    assert code and expected in output
 
 
 def test_a_mode_that_is_not_known(folder):

@@ -11,8 +11,10 @@ import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import (
     Chat,
+    Engine,
     EngineSettings,
     NotExact,
+    Request,
     Trained,
     generate,
     generate_answer,
@@ -20,6 +22,7 @@ from chronicals.generation import (
     load_trained,
 )
 from chronicals.generation.answer import Stream, computing_dtype
+from chronicals.log_once import LOGGED
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.run.evaluation import evaluate_data
 from comparison import equal
@@ -137,6 +140,22 @@ def test_rotary_positions_go_on():
     tokenizer = tiny.tokenizer()
     tokenizer.eos_token = tokenizer.pad_token = None
     assert len(generate(Trained(model, tokenizer), [5] * 20, 10)) == 10
+
+
+def test_it_is_told_once_that_rotary_positions_go_on(caplog):
+    """As long texts of a training are, and not where a scaling reaches them."""
+    told = "LlamaForCausalLM is made for 16 positions (max_position_embeddings), a prompt and its"
+    LOGGED.clear()
+    short = Engine(tiny.llama(max_position_embeddings=16, eos_token_id=None))
+    short.generate([Request([5] * 6, 10)])
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 16
+    scaled = tiny.llama(max_position_embeddings=16, eos_token_id=None, rope_parameters=rope)
+    Engine(scaled).generate([Request([5] * 40, 10)])
+    assert told not in caplog.text
+    short.generate([Request([5] * 7, 10), Request([5] * 20, 2)])
+    short.generate([Request([5] * 8, 10)])
+    assert caplog.text.count(told) == 1
 
 
 def test_no_token_is_begun_after_the_time(overfitted):

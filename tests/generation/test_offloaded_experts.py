@@ -14,6 +14,7 @@ from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
 from chronicals.kernels.cuda_graphs import capture_under_way
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
+from chronicals.moe.offload.prediction import Predictor
 from chronicals.patching.patch import patch_parts
 
 NEW = 64
@@ -108,7 +109,7 @@ def test_the_engine_serves_it():
 
 
 class CutRecorder(EmulatedRecorder):
-    """Emulates graphs that are cut: what the host decides runs where the capture was cut.
+    """Emulates graphs that are cut: what the host does around a launch runs where the cut was.
 
     Attributes:
         cuts: how often.
@@ -118,9 +119,10 @@ class CutRecorder(EmulatedRecorder):
         super().__init__()
         self.cuts = 0
 
-    def cut(self, decide):
+    def cut(self, decide, behind):
         self.cuts += 1
         decide()
+        behind()
 
     def capture(self, run):
         def captured(*slots):
@@ -156,6 +158,34 @@ def test_steps_as_graphs_are_cut_where_the_host_looks(name, predictor):
     )
     report = streamed.offload.report()
     assert report.misses > 0 and report.slots < 16
+    streamed.offload.close()
+
+
+class Shifted(Predictor):
+    """Names what a layer chose last, some numbers further: wrong ones, but for chance."""
+
+    def __init__(self, by, right):
+        super().__init__()
+        self.by = by
+        self.right = right
+
+    def expected(self, layer, told):
+        last = self.last(layer)
+        return [*last[: self.right], *((expert + self.by) % 8 for expert in last[self.right :])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_no_token_of_graphs_depends_on_a_predictor(right):
+    """One that is wrong, half right, or names what was chosen last."""
+    model = MODELS["qwen3"]()
+    requests = requests_of((3, 11))
+    streamed = offloaded(model, 40, predictor=Shifted(3, right))
+    recorder = CutRecorder()
+    expected = tokens_of(resident(model), requests, EmulatedRecorder())
+    assert tokens_of(streamed, requests, recorder) == expected and recorder.cuts
+    report = streamed.offload.report()
+    assert sum(layer.prefetched for layer in report.layers) > NEW / 4
     streamed.offload.close()
 
 

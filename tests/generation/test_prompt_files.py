@@ -75,8 +75,15 @@ def test_answers_stand_beside_their_prompts():
     said = Answer([5, 6], [-0.5, -0.25], [-1.0, -1.0], [0.1, 0.1], "stop")
     lines = [*answer_lines(["what?", [turn("user", "and?")]], [[("it", said)], [("no", said)] * 2])]
     found = [json.loads(line) for line in lines]
-    answer = {"text": "it", "ended": "stop", "tokens": 2, "log_probability": -2.0}
+    answer = {
+        "text": "it",
+        "ended": "stop",
+        "tokens": 2,
+        "drawn_log_probability": -0.75,
+        "full_log_probability": -2.0,
+    }
     assert found[0] == {"prompt": "what?", "answers": [answer]}
     assert found[1]["messages"] == [turn("user", "and?")] and len(found[1]["answers"]) == 2
     (by_transformers,) = answer_lines(["what?"], [[("it", Answer([5, 6], ended="stop"))]])
-    assert json.loads(by_transformers)["answers"][0]["log_probability"] is None
+    (without,) = json.loads(by_transformers)["answers"]
+    assert without["drawn_log_probability"] is without["full_log_probability"] is None

@@ -59,6 +59,17 @@ def test_rows_of_any_shape_and_splits_give_the_same_bits(device):
     assert torch.equal(gguf_product(x, packed, 64, "Q4_K"), expected.view(3, 2, 64))
 
 
+def test_sums_may_stay_in_fp32(device):
+    packed = random_blocks(67, 2048, "Q8_0").to(device)
+    x = torch.randn(7, 2048, device=device).bfloat16()
+    sums = gguf_product(x, packed, 67, "Q8_0", torch.float32)
+    narrow = gguf_product(x, packed, 67, "Q8_0")
+    assert sums.dtype == torch.float32 and torch.equal(sums.bfloat16(), narrow)
+    one = torch.eye(2048, device=device).bfloat16()
+    exact = x.double() @ gguf_product_reference(one, packed, 67, "Q8_0").double()
+    assert float((sums - exact).norm()) < 1e-5 * float(exact.norm())
+
+
 def test_sizes_that_do_not_fit(device):
     packed = random_blocks(8, 256, "Q6_K").to(device)
     x = torch.zeros(2, 256, device=device).bfloat16()

@@ -188,6 +188,18 @@ def test_a_launch_fits_the_shape():
     assert module.few_rows_launch(torch.zeros(17, 64), 64) == module.FewRowsLaunch(32, 1)
 
 
+@pytest.mark.parametrize("columns", [64, 2048], ids=["one step", "splits"])
+def test_sums_may_stay_in_fp32(columns, device):
+    packed, scales = weight(67, columns, device)
+    given = [packed], [scales], [67]
+    x = torch.randn(7, columns, device=device).bfloat16()
+    sums = nf4_products(x, *given, dtype=torch.float32)
+    assert sums.dtype == torch.float32 and torch.equal(sums.bfloat16(), nf4_products(x, *given))
+    one = torch.eye(columns, device=device).bfloat16()
+    exact = x.double() @ nf4_product_reference(one, packed, scales, 67).double()
+    assert float((sums - exact).norm()) < 1e-5 * float(exact.norm())
+
+
 def test_sizes_that_do_not_fit(device):
     packed, scales = weight(8, 64, device)
     x = torch.zeros(2, 64, device=device, dtype=torch.bfloat16)

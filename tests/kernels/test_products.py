@@ -1,13 +1,39 @@
-"""Two calls at once: both done for whatever follows, beside each other only where the current
-stream goes first.
+"""Products that round once, to 16 bits or to fp32; and two calls at once: both done for whatever
+follows, beside each other only where the current stream goes first.
 """
 
 import pytest
 import torch
 
-from chronicals.kernels.products import HIGH_PRIORITY, at_once
+from chronicals.kernels.products import HIGH_PRIORITY, add_product_, at_once, linear
 
 SIDE = 4096
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=str)
+def test_a_product_of_16_bits_may_stay_in_fp32(kind, device):
+    """Rounded it is the one in 16 bits; rows may lie apart and have two dimensions."""
+    x = torch.randn(3, 5, 2 * 67, device=device).to(kind)[..., ::2]
+    weight = torch.randn(29, 67, device=device).to(kind)
+    wide = linear(x, weight, torch.float32)
+    assert wide.shape == (3, 5, 29) and wide.dtype == torch.float32
+    exact = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(wide, exact, rtol=1e-5, atol=1e-4)
+    narrow = linear(x, weight)
+    assert narrow.dtype == kind and not torch.equal(narrow.float(), wide)
+    torch.testing.assert_close(narrow.float(), wide, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", HALVES, ids=str)
+def test_a_product_is_added_in_the_dtype_of_the_sum(kind, device):
+    left, right = (torch.randn(*size, device=device).to(kind) for size in ((5, 64), (64, 29)))
+    exact = left.double() @ right.double()
+    for dtype, error in ((kind, 1e-2), (torch.float32, 1e-5)):
+        before = torch.randn(5, 29, device=device).to(dtype)
+        out = before.clone()
+        assert add_product_(out, left, right) is out or out.is_cuda
+        torch.testing.assert_close(out.double(), before + exact, rtol=error, atol=10 * error)
 
 
 def current(device):

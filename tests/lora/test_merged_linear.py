@@ -18,13 +18,15 @@ from chronicals.lora.merged_linear import (
     merged_linear,
     merged_linear_reference,
 )
+from chronicals.quantization import FP8Base, Linear4bit, packed_weight
 from chronicals.quantization.dense import columns_for
 from comparison import assert_as_exact_as_plain, equal
 from mutants import mutant
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-TYPES = [torch.float32, torch.bfloat16]
+FULL = torch.float32
+TYPES = [FULL, torch.bfloat16]
 RANKS = [(0,), (0, 0, 0), (4,), (3, 3, 3), (0, 5, 0), (8, 0)]
 SIZES = (24, 7, 13)
 
@@ -252,6 +254,56 @@ def test_a_gradient_without_the_mask_is_found(old, new, device):
     with pytest.raises(AssertionError):
         ours, plain = with_its_mask((3, 3), False, True, of=mutant(module, old, new))
         assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
+
+
+def of_format(name, weights, ranks):
+    """Weights ``[n, K]`` in a format, and the values that it multiplies by."""
+    if name == "nf4":
+        packed = [packed_weight(Linear4bit.of(linear_of(weight))) for weight in weights]
+        values = torch.cat([one.dense() for one in packed])
+        return MergedWeights.packed(packed, [None] * len(packed), ranks), values
+    merged = MergedWeights.fused(weights, [None] * len(weights), ranks)
+    if name == "fp8":
+        merged = merged.in_format(FP8Base)
+    return merged, torch.cat(list(weights))
+
+
+def linear_of(weight):
+    linear = torch.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device)
+    linear.weight.data = weight
+    return linear
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (4, 0)], ids=["plain", "adapter"])
+@pytest.mark.parametrize("name", ["dense", "nf4", "fp8"])
+def test_outputs_may_stay_in_fp32(name, ranks, device):
+    """As generation has the branches of a layer; rounded they are those in 16 bits."""
+    x = torch.randn(16, 128, device=device).bfloat16()
+    weights = [(torch.randn(size, 128, device=device) / 8).bfloat16() for size in (32, 48)]
+    merged, values = of_format(name, weights, ranks)
+    a, b = torch.randn(4, 128, device=device) / 8, torch.randn(32, 4, device=device)
+    adapters = [Adapter(a, b, 0.5) if ranks[0] else None, None]
+    with torch.no_grad():
+        wide, narrow = (merged_linear(x, merged, adapters, dtype=kind) for kind in (FULL, None))
+    assert wide.dtype == FULL and narrow.dtype == torch.bfloat16
+    assert not torch.equal(wide.bfloat16().float(), wide)
+    torch.testing.assert_close(wide, narrow.float(), rtol=2e-2, atol=2e-2)
+    exact = x.double() @ values.double().t()
+    if ranks[0]:  # u is in 16 bits
+        u = (x.float() @ a.bfloat16().float().t()).bfloat16().double()
+        exact[:, :32] += u @ (0.5 * b).bfloat16().double().t()
+    assert (wide - exact).norm() < (5e-2 if name == "fp8" else 1e-5) * exact.norm()
+
+
+def test_outputs_in_fp32_with_biases_and_without_gradients(device):
+    x = torch.randn(3, 20, device=device).bfloat16()
+    weight, bias = torch.randn(7, 20, device=device).bfloat16(), torch.ones(7, device=device)
+    merged = MergedWeights.fused([weight], [bias.bfloat16()], (0,))
+    with torch.no_grad():
+        wide = merged_linear(x, merged, [None], dtype=FULL)
+    torch.testing.assert_close(wide, x.float() @ weight.float().t() + 1, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="float32 of x in torch.bfloat16 have no gradient"):
+        merged_linear(x, merged, [None], dtype=FULL)
 
 
 def test_padding_columns_are_a_multiple_of_64():

@@ -346,8 +346,9 @@ def test_copies_go_to_their_slot(monkeypatch, prefetch):
         records = torch.arange(1, 17, dtype=torch.uint8).view(2, 8)
         whole, small = of.Rows(records), of.Rows(records[:, :6])
         copy_engine = of.CopyEngine(torch.device("cpu"), slots)
-        copy_engine.copy([of.Load(whole, 1, 2)], prefetch)
-        copy_engine.copy([of.Load(small, 0, 1), of.Load(small, 1, 0)], prefetch)
+        copy = copy_engine.prefetch if prefetch else copy_engine.demand
+        copy([of.Load(whole, 1, 2)], copy_engine.current())
+        copy([of.Load(small, 0, 1), of.Load(small, 1, 0)], copy_engine.current())
         assert torch.equal(slots[2], records[1]) == right
         assert torch.equal(slots[1, :6], records[0, :6]) == right
         assert torch.equal(slots[0, :6], records[1, :6]) == right
@@ -371,18 +372,19 @@ def test_a_copy_waits_for_what_its_slot_was_used_by(monkeypatch):
     records = copies.Rows(torch.zeros(4, 8, dtype=torch.uint8))
     copy_engine = copies.CopyEngine(torch.device("cpu"), slots)
 
-    def copy(*into, prefetch=False):
-        copy_engine.copy([copies.Load(records, 0, slot) for slot in into], prefetch)
-
     products = NotedStream()
-    copy(0, 1)
-    copy(2, prefetch=True)
+
+    def copy(by, *into):
+        by([copies.Load(records, 0, slot) for slot in into], products)
+
+    copy(copy_engine.demand, 0, 1)
+    copy(copy_engine.prefetch, 2)
     demanded, prefetched = (copy_engine._awaited[slot] for slot in (0, 2))
     copy_engine.wait_for([0, 1], products)
     assert products.waited == [demanded]
     copy_engine.were_read([0, 1], products)
     read = copy_engine._read[0]
-    copy(0, 1, 2, 3)
+    copy(copy_engine.demand, 0, 1, 2, 3)
     assert copy_engine._demand.waited == [read, prefetched]
     copy_engine.wait_for([0, 1, 2, 3], products)
     assert len(products.waited) == 2
@@ -398,8 +400,11 @@ def test_prefetched_records_are_waited_for_in_groups_of_their_bytes(monkeypatch)
     records = copies.Rows(torch.zeros(5, 8, dtype=torch.uint8))
     loads = [copies.Load(records, number, number) for number in range(5)]
     copy_engine = copies.CopyEngine(torch.device("cpu"), torch.zeros(5, 8, dtype=torch.uint8))
-    for prefetch, same in ((True, [0, 0, 1, 1, 2]), (False, [0, 0, 0, 0, 0])):
-        copy_engine.copy(loads, prefetch)
+    for by, same in (
+        (copy_engine.prefetch, [0, 0, 1, 1, 2]),
+        (copy_engine.demand, [0, 0, 0, 0, 0]),
+    ):
+        by(loads, copy_engine.current())
         events = [copy_engine._awaited[slot] for slot in range(5)]
         assert [list(dict.fromkeys(events)).index(event) for event in events] == same
         copy_engine.wait_for([1, 4], copies.HostStream())

@@ -184,5 +184,5 @@ def test_what_does_not_fit_is_refused(tmp_path):
     refused(tmp_path / "near", r"predict no later layer .*--layers-ahead 1 or more")
     refused("heads", "Qwen3MoeForCausalLM has no heads of its own")
     refused(
-        tmp_path / "none", "expected 'last', 'heads', None, a Predictor, or a folder with trained"
+        tmp_path / "nothing", "expected 'last', 'none', 'heads', or a folder with trained heads"
     )

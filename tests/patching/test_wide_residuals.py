@@ -1,5 +1,7 @@
 """The residual in fp32 between layers of generation, and what it does to its log-probabilities."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ import mixtures
 from chronicals.generation import Engine, EngineSettings, Request, Sampling
 from chronicals.models import PresentedModel
 from chronicals.patching import patch_model, patch_parts, residual_dtypes, wide_residuals
+from chronicals.patching.halves import FusedHalf
 from chronicals.quantization import Linear4bit
 from interpreted import counted_launches, kernels_run, only_interpreted
 
@@ -83,6 +86,27 @@ def test_it_is_not_rounded_between_layers(after_one):
     first, *others = given[1:-1]
     assert torch.equal(first.to(HALF).float(), first), "the first layer rounds as in training"
     assert all(not torch.equal(x.to(HALF).float(), x) for x in others)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_what_is_added_to_it_is_not_rounded(family, after_one, monkeypatch):
+    """Neither by the output and down products, nor by norms behind them."""
+    seen = {}
+    own = FusedHalf._norm_after
+
+    def noting(half, branch):
+        out = own(half, branch)
+        if len(out) == 1:  # a decode step
+            seen.setdefault(half.layer, []).append(out)
+        return out
+
+    monkeypatch.setattr(FusedHalf, "_norm_after", noting)
+    model = fused(family)
+    Engine(model).generate([Request([5, 6, 7], 2)])
+    first, *others = (seen[layer] for layer in model.model.layers)
+    assert {x.dtype for x in first} == {HALF}
+    for branch in itertools.chain(*others):
+        assert branch.dtype == FULL and not torch.equal(branch.to(HALF).float(), branch)
 
 
 def by_a_step(model, texts):

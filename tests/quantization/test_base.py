@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import families
-from chronicals.kernels.products import product
+from chronicals.kernels.products import linear, product
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import MergedWeights
 from chronicals.patching import decoder_layer, patch_parts, run_in_format, unfuse_weights
@@ -30,8 +30,8 @@ class Eighths(Base):
             self.values = (8 * self.weight.matrix).round().clamp(-128, 127).to(torch.int8)
         return self.values.to(self.dtype) / 8
 
-    def forward(self, x, bias=None):
-        y = x.dense @ self.dense().t()
+    def forward(self, x, bias=None, dtype=None):
+        y = linear(x.dense, self.dense(), dtype)
         return y if bias is None else y + bias
 
     def input_gradient(self, dy):

@@ -56,6 +56,7 @@ VALUES = {
     "gpu_memory": 24.0,
     "cache_memory": 1.5,
     "expert_memory": 8.0,
+    "expert_predictor": "none",
     "overlong": "cut",
     "train_on": "answers",
     "tune": {"lora_rank": [8, 16], "learning_rate": [1.5, 2.5, "log"]},
@@ -104,6 +105,7 @@ def test_form_to_yaml_to_recipe_is_the_identity(form, name, tmp_path):
         "early_stopping_patience": {"eval_steps": 5, "validation_split": 0.5},
         "eval_steps": {"validation_split": 0.5},
         "expert_memory": {"memory": ["offload_experts"]},
+        "expert_predictor": {"memory": ["offload_experts"], "expert_memory": 8.0},
         "load_in_4bit": {"quantization": "nf4"},
     }.get(name, {})
     given = {**beside, **together, name: value, "objective": "dpo"}

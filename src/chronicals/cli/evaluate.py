@@ -17,7 +17,13 @@ from chronicals.cli.common_options import (
     TrainedModel,
     TrustRemoteCode,
 )
-from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
+from chronicals.cli.expert_options import (
+    ExpertMemory,
+    ExpertMode,
+    ExpertPredictor,
+    OffloadExperts,
+    placing,
+)
 from chronicals.cli.options import fields_from_flags, make_room_for, objective_names
 from chronicals.standard_json import to_json
 
@@ -73,6 +79,7 @@ def evaluate_command(
     ] = None,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_predictor: ExpertPredictor = None,
     expert_mode: ExpertMode = "exact",
     cache_dir: Annotated[
         Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")
@@ -111,7 +118,7 @@ def evaluate_command(
     make_room_for(output)
     about = SavedModel.find(model, base_model).about
     scored_by = OBJECTIVES.get(objective or about.get("taught", {}).get("objective"), NextToken)
-    place = placing(offload_experts, expert_memory, mode=expert_mode)
+    place = placing(offload_experts, expert_memory, expert_predictor, mode=expert_mode)
     asked = {
         "data": data,
         "max_seq_length": max_seq_length,

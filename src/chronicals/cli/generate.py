@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.common_options import BaseModel, TrainedModel, TrustRemoteCode
-from chronicals.cli.expert_options import ExpertMemory, ExpertMode, OffloadExperts, placing
+from chronicals.cli.expert_options import (
+    ExpertMemory,
+    ExpertMode,
+    ExpertPredictor,
+    OffloadExperts,
+    placing,
+)
 from chronicals.cli.options import make_room_for
 
 if TYPE_CHECKING:
@@ -64,6 +70,7 @@ def generate_command(
     ] = False,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_predictor: ExpertPredictor = None,
     expert_mode: ExpertMode = "exact",
     system: Annotated[
         str | None,
@@ -141,7 +148,7 @@ def generate_command(
             "json_lines: takes its questions from standard input; leave out the prompt"
         )
     make_room_for(output)
-    place = placing(offload_experts, expert_memory, mode=expert_mode)
+    place = placing(offload_experts, expert_memory, expert_predictor, mode=expert_mode)
     trained = load_trained(model, base_model, trust_remote_code, place=place)
     if torch.cuda.is_available():  # as in training: a step of a 0.5B is a third of the kernels
         patch_parts(trained.model, whole_layers=True)
@@ -187,10 +194,20 @@ def _check_prompts(
         if value is not None:
             why = "is not for" if prompts is not None else "has no effect without"
             raise ValueError(f"{name}={value}: {why} prompts=FILE; leave one of them out")
+    if prompts is not None and output is not None and _are_one_file(prompts, output):
+        raise ValueError(
+            f"output={str(output)!r}: is the file of prompts={str(prompts)!r}, which the answers "
+            "would replace; name another file"
+        )
     if answers > 1 and temperature == 0:
         raise ValueError(
             f"answers={answers}: at temperature 0 all would be the same; give a temperature above 0"
         )
+
+
+def _are_one_file(one: Path, other: Path) -> bool:
+    """Return whether two paths are of one file, also by links."""
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _answer_prompts(trained: Trained, prompts: Path, output: Path | None, **settings: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chronicals.cli.common_options import BaseModel, TrustRemoteCode
-from chronicals.cli.expert_options import ExpertMemory, OffloadExperts, placing
+from chronicals.cli.expert_options import ExpertMemory, ExpertPredictor, OffloadExperts, placing
 from chronicals.cli.options import Command, values_of
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def trace(
     load_in_4bit: In4Bits = False,
     offload_experts: OffloadExperts = False,
     expert_memory: ExpertMemory = None,
+    expert_predictor: ExpertPredictor = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write down which experts a mixture's routers choose.
@@ -160,7 +161,7 @@ def trace(
     from chronicals.moe.lookahead.trace import record_trace
 
     recipe = recipe_for_reading(model, data, max_seq_length, batch_size, objective)
-    place = placing(offload_experts, expert_memory, output / "io.jsonl")
+    place = placing(offload_experts, expert_memory, expert_predictor, output / "io.jsonl")
     loaded, tokenizer = loaded_mixture(model, base_model, load_in_4bit, trust_remote_code, place)
     info = record_trace(
         loaded, tokenizer, recipe.sources[0], recipe.config(), output, features, tokens, model

@@ -309,6 +309,12 @@ class ChronicalsConfig:
         description="Memory of the card for experts with memory=['offload_experts'], in GB: 8, 8GB "
         "or 8GiB; at least those of a token and two more",
     )
+    expert_predictor: str = Field(
+        default="last",
+        description="Which experts in host memory are fetched before a layer chooses: last, those "
+        "that it chose the last time, none, heads of the native model, or a folder of chronicals "
+        "moe predict-train; no result depends on it",
+    )
     generation_exact: bool = Field(
         default=False,
         description="Where a run generates, give the same bits as packed_log_probabilities "

@@ -53,6 +53,11 @@ def check_memory(config: ChronicalsConfig) -> None:
             f"expert_memory={config.expert_memory:g}: is for experts in host memory; set "
             "memory=['auto', 'offload_experts'], or leave it out"
         )
+    if "expert_predictor" in config.explicit and not offloads:
+        raise ConfigurationError(
+            f"expert_predictor={config.expert_predictor!r}: is for experts in host memory; set "
+            "memory=['auto', 'offload_experts'], or leave it out"
+        )
     if config.memory is None:
         return
     if "optimizer_in_backward" in entries:

@@ -69,8 +69,12 @@ def answer_lines(
 ) -> Iterator[str]:
     """Yield a line of JSON for each prompt, with its answers.
 
-    The log-probability of an answer is by the model's own distribution, at any temperature; None
-    for an answer that transformers generated, which has none.
+    Of an answer these are sums over its tokens, as ``Answer`` has them; None for an answer that
+    transformers generated, which has none:
+
+        drawn_log_probability  under the distributions that the tokens were drawn from; 0 at
+                               temperature 0
+        full_log_probability   under the model's own distributions, at any temperature
 
     Args:
         questions: the prompts.
@@ -83,10 +87,14 @@ def answer_lines(
                 "text": text,
                 "ended": answer.ended,
                 "tokens": len(answer.tokens),
-                "log_probability": sum(answer.full_log_probabilities)
-                if answer.full_log_probabilities
-                else None,
+                "drawn_log_probability": _total(answer.log_probabilities),
+                "full_log_probability": _total(answer.full_log_probabilities),
             }
             for text, answer in answers
         ]
         yield to_json({name: question, "answers": listed})
+
+
+def _total(log_probabilities: Sequence[float]) -> float | None:
+    """Return the sum, None without any."""
+    return sum(log_probabilities) if log_probabilities else None

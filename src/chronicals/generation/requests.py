@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,7 +10,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from chronicals.generation.sampling import Sampling
-from chronicals.models import last_position
+from chronicals.log_once import log_once
+from chronicals.models import last_position, positions_below, within_adapters
+
+logger = logging.getLogger(__name__)
 
 LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, of which a token has at least one."""
@@ -123,6 +127,8 @@ class Answer:
 def new_tokens_within(model: Any, prompt: int, asked: int, what: str) -> int:
     """Return ``asked`` new tokens, or as many as the model has positions for.
 
+    Logs a warning, once, if the model goes on beyond the positions that it was made for.
+
     Args:
         model: a causal language model.
         prompt: tokens of the prompt.
@@ -138,5 +144,13 @@ def new_tokens_within(model: Any, prompt: int, asked: int, what: str) -> int:
         raise ValueError(
             f"{what} has {prompt:,} tokens, {type(model).__name__} {last:,} positions: ask "
             "something shorter"
+        )
+    made_for = positions_below(model, prompt + limit)
+    if made_for is not None:
+        log_once(
+            logger.warning,
+            f"{type(within_adapters(model)).__name__} is made for {made_for:,} positions "
+            "(max_position_embeddings), a prompt and its new tokens are more: ask for fewer "
+            "(max_new_tokens), or give its configuration a RoPE that reaches further",
         )
     return limit

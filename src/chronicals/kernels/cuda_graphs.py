@@ -29,8 +29,8 @@ CapturedResult = TypeVar("CapturedResult")
 class Capture(Protocol):
     """A capture that is under way."""
 
-    def cut(self, decide: Callable[[], None]) -> None:
-        """End a graph here and begin another one; replays call ``decide`` in between."""
+    def cut(self, decide: Callable[[], None], behind: Callable[[], None] | None) -> None:
+        """End a graph here and begin another one, as ``cut_capture`` says."""
 
 
 _capture: Capture | None = None
@@ -53,15 +53,17 @@ def is_capture_under_way() -> bool:
     return _capture is not None
 
 
-def cut_capture(decide: Callable[[], None]) -> None:
+def cut_capture(decide: Callable[[], None], behind: Callable[[], None] | None = None) -> None:
     """Let the host decide something at this place of the function that is being captured.
 
     Args:
         decide: called by each replay on the stream of the graphs, when what was captured before is
             queued and nothing behind it. It may wait for the device, and queue work.
+        behind: called by each replay once what was captured behind this place, up to the next cut,
+            is queued: for work of the host that the device need not wait for.
     """
     assert _capture is not None
-    _capture.cut(decide)
+    _capture.cut(decide, behind)
 
 
 class _CudaCapture:
@@ -82,13 +84,15 @@ class _CudaCapture:
         self.mode = mode
         self.steps: list[Callable[[], None]] = [whole.cuda_graph.replay]
 
-    def cut(self, decide: Callable[[], None]) -> None:
+    def cut(self, decide: Callable[[], None], behind: Callable[[], None] | None) -> None:
         """End the present graph and begin another one in the same pool."""
         self.whole.cuda_graph.capture_end()
         following = torch.cuda.CUDAGraph()
         self.whole.cuda_graph = following  # which the context manager ends
         following.capture_begin(pool=self.pool, capture_error_mode=self.mode)
         self.steps += [decide, following.replay]
+        if behind is not None:
+            self.steps.append(behind)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,6 @@ among programs where N is too small to fill a card; the splits are summed in a f
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.kernels.gguf_blocks import (
@@ -24,6 +23,7 @@ from chronicals.kernels.gguf_blocks import (
 )
 from chronicals.kernels.launch import in_rows, multiplied_in, operator, tl, triton
 from chronicals.kernels.nf4_product import few_rows_launch, multiplies_few_rows, store_tile
+from chronicals.kernels.products import linear
 
 OUTPUTS_AT_ONCE = 64
 COLUMNS_AT_ONCE = 64
@@ -102,9 +102,11 @@ def _gguf_product_kernel(
 
 
 @operator("chronicals::gguf_product")
-def _gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
+def _gguf_product(
+    x: Tensor, packed: Tensor, outputs: int, kind: str, dtype: torch.dtype | None = None
+) -> Tensor:
     """Launch the product."""
-    out = _output(x, packed, outputs, kind)
+    out = _output(x, packed, outputs, kind, dtype)
     rows, columns = x.shape
     if not out.numel():
         return out
@@ -134,13 +136,17 @@ def _gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
 
 
 @torch.library.register_fake(_gguf_product)
-def _output(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
+def _output(
+    x: Tensor, packed: Tensor, outputs: int, kind: str, dtype: torch.dtype | None = None
+) -> Tensor:
     """Allocate the output."""
-    return x.new_empty((x.shape[0], outputs))
+    return x.new_empty((x.shape[0], outputs), dtype=dtype)
 
 
-def gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
-    """Compute ``x Wᵀ``, ``[..., N]``, in the dtype of x; without a gradient.
+def gguf_product(
+    x: Tensor, packed: Tensor, outputs: int, kind: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Compute ``x Wᵀ``, ``[..., N]``; without a gradient.
 
     Rows that ``multiplies_few_rows`` does not take go to the reference.
 
@@ -149,6 +155,7 @@ def gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
         packed: uint8, the blocks of W ``[N, K]``, of any shape.
         outputs: N.
         kind: one of ``GGUF_KINDS``.
+        dtype: of the result, that of x or fp32; by default that of x.
 
     Raises:
         ValueError: ``kind`` is unknown, or sizes do not fit.
@@ -163,12 +170,14 @@ def gguf_product(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
             f"bytes for each {block} of a row"
         )
     if not multiplies_few_rows(x, block):
-        return gguf_product_reference(x, packed, outputs, kind)
-    y: Tensor = _gguf_product(in_rows(x), packed.reshape(-1), outputs, kind)
+        return gguf_product_reference(x, packed, outputs, kind, dtype)
+    y: Tensor = _gguf_product(in_rows(x), packed.reshape(-1), outputs, kind, dtype)
     return y.view(*x.shape[:-1], outputs)
 
 
-def gguf_product_reference(x: Tensor, packed: Tensor, outputs: int, kind: str) -> Tensor:
+def gguf_product_reference(
+    x: Tensor, packed: Tensor, outputs: int, kind: str, dtype: torch.dtype | None = None
+) -> Tensor:
     """Compute ``gguf_product`` in plain torch."""
     weight = dequantize_gguf_reference(packed, (outputs, x.shape[-1]), x.dtype, kind)
-    return F.linear(x, weight)
+    return linear(x, weight, dtype)

@@ -7,8 +7,8 @@ are what such a product costs (Frantar et al., 2024, MARLIN, arXiv 2408.11743, f
 with scales of groups). Through a dense weight they are 0.5 + 2 + 2 a value, of a weight in 16 bits
 2, here 0.5 + scales.
 
-Shapes: R rows, at most ``MOST_ROWS``; K columns, whole blocks of scales; N outputs. x and y are
-bf16 or fp16, sums are fp32. Bytes that must move: N · K · (1/2 + bytes of a scale / block) + 2 · R ·
+Shapes: R rows, at most ``MOST_ROWS``; K columns, whole blocks of scales; N outputs. x is bf16
+or fp16, y that or fp32, sums are fp32. Bytes that must move: N · K · (1/2 + bytes of a scale / block) + 2 · R ·
 (K + N). A dequantised tile is never in the card's memory. What limits few rows are the instructions
 of the look-ups, some seven a value, so that an H200 reads a fifth of the bytes that it could, and
 more values a second than in 16 bits. The columns are split among programs where N is too small to
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.kernels.launch import (
@@ -46,6 +45,7 @@ from chronicals.kernels.nf4 import (
     code_of,
     dequantize_4bit_reference,
 )
+from chronicals.kernels.products import linear
 
 MOST_ROWS = 64
 """Rows up to which the weight's bytes are most of the cost.
@@ -436,6 +436,7 @@ def _nf4_product(
     outputs: Sequence[int],
     block: int,
     code: str,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Launch the product.
 
@@ -449,8 +450,9 @@ def _nf4_product(
         outputs: N of each.
         block: elements of a weight that share a scale.
         code: "nf4" or "fp4".
+        dtype: of the result; None for that of x.
     """
-    out = _output(x, packed, absmax, nested, block2, outputs, block, code)
+    out = _output(x, packed, absmax, nested, block2, outputs, block, code, dtype)
     rows, columns = x.shape
     if not out.numel():
         return out
@@ -505,9 +507,10 @@ def _output(
     outputs: Sequence[int],
     block: int,
     code: str,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Allocate the output."""
-    return x.new_empty((x.shape[0], sum(outputs)))
+    return x.new_empty((x.shape[0], sum(outputs)), dtype=dtype)
 
 
 def multiplies_few_rows(x: Tensor, block: int = 64) -> bool:
@@ -526,9 +529,15 @@ def multiplies_few_rows(x: Tensor, block: int = 64) -> bool:
 
 
 def nf4_product(
-    x: Tensor, packed: Tensor, scales: Scales, outputs: int, block: int = 64, code: str = "nf4"
+    x: Tensor,
+    packed: Tensor,
+    scales: Scales,
+    outputs: int,
+    block: int = 64,
+    code: str = "nf4",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute ``x Wᵀ``, ``[..., N]``, in the dtype of x; without a gradient.
+    """Compute ``x Wᵀ``, ``[..., N]``; without a gradient.
 
     Rows that ``multiplies_few_rows`` does not take go to the reference.
 
@@ -539,11 +548,12 @@ def nf4_product(
         outputs: N.
         block: elements that share a scale.
         code: "nf4" or "fp4".
+        dtype: of the result, that of x or fp32; by default that of x.
 
     Raises:
         ValueError: sizes do not fit.
     """
-    return nf4_products(x, [packed], [scales], [outputs], block, code)
+    return nf4_products(x, [packed], [scales], [outputs], block, code, dtype)
 
 
 def nf4_products(
@@ -553,6 +563,7 @@ def nf4_products(
     outputs: Sequence[int],
     block: int = 64,
     code: str = "nf4",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``x Wᵀ`` of several weights side by side, ``[..., sum of N]``; without a gradient.
 
@@ -566,6 +577,7 @@ def nf4_products(
         outputs: N of each.
         block: elements that share a scale.
         code: "nf4" or "fp4".
+        dtype: of the result, that of x or fp32; by default that of x.
 
     Raises:
         ValueError: sizes do not fit.
@@ -573,7 +585,7 @@ def nf4_products(
     for codes, of_blocks, each in zip(packed, scales, outputs, strict=True):
         check_codes(codes, of_blocks, each, x.shape[-1], block, code)
     if not multiplies_few_rows(x, block) or not are_one_launch(scales):
-        return nf4_products_reference(x, packed, scales, outputs, block, code)
+        return nf4_products_reference(x, packed, scales, outputs, block, code, dtype)
     first = scales[0]
     of_scales = zip(*((s.absmax2, s.code2, s.offset) for s in scales))
     nested = [tensor for kind in of_scales for tensor in kind if tensor is not None]
@@ -586,6 +598,7 @@ def nf4_products(
         outputs,
         block,
         code,
+        dtype,
     )
     return y.view(*x.shape[:-1], sum(outputs))
 
@@ -596,11 +609,18 @@ def are_one_launch(scales: Sequence[Scales]) -> bool:
 
 
 def nf4_product_reference(
-    x: Tensor, packed: Tensor, scales: Scales, outputs: int, block: int = 64, code: str = "nf4"
+    x: Tensor,
+    packed: Tensor,
+    scales: Scales,
+    outputs: int,
+    block: int = 64,
+    code: str = "nf4",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``nf4_product`` in plain torch."""
     shape = outputs, x.shape[-1]
-    return F.linear(x, dequantize_4bit_reference(packed, scales, shape, x.dtype, block, code))
+    weight = dequantize_4bit_reference(packed, scales, shape, x.dtype, block, code)
+    return linear(x, weight, dtype)
 
 
 def nf4_products_reference(
@@ -610,7 +630,9 @@ def nf4_products_reference(
     outputs: Sequence[int],
     block: int = 64,
     code: str = "nf4",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute ``nf4_products`` in plain torch."""
     weights = zip(packed, scales, outputs, strict=True)
-    return torch.cat([nf4_product_reference(x, *weight, block, code) for weight in weights], -1)
+    parts = [nf4_product_reference(x, *weight, block, code, dtype) for weight in weights]
+    return torch.cat(parts, -1)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -43,6 +44,29 @@ def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
         torch.mm(left, right, out=out)
     else:
         out.copy_(product(left, right, out.dtype))
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``x Wᵀ``, ``[..., N]``, with W ``[N, K]``.
+
+    Args:
+        x: ``[..., K]``.
+        weight: of the dtype of x.
+        dtype: of the result, that of x or fp32; by default that of x.
+    """
+    if dtype is None or dtype == x.dtype:
+        return F.linear(x, weight)
+    return product(x.flatten(0, -2), weight.t(), dtype).unflatten(0, x.shape[:-1])
+
+
+def add_product_(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add ``left @ right`` to ``out`` ``[M, N]``, in their dtype or in fp32, and return it."""
+    if out.dtype == left.dtype:
+        return out.addmm_(left, right)
+    if not left.is_cuda:
+        return out.add_(product(left, right, out.dtype))
+    options: dict[str, Any] = {"out_dtype": out.dtype}
+    return torch.addmm(out, left, right, **options, out=out)
 
 
 HIGH_PRIORITY = -1

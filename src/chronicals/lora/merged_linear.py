@@ -42,7 +42,7 @@ from chronicals.kernels.dropped_products import (
 from chronicals.kernels.fp8 import Amax, Scaled
 from chronicals.kernels.launch import differentiable_once, in_rows, with_padding
 from chronicals.kernels.linear_head import Adapter
-from chronicals.kernels.products import product, product_into
+from chronicals.kernels.products import add_product_, product, product_into
 from chronicals.lora.magnitude import SHORTEST, RowNorms
 from chronicals.quantization import (
     AdapterPadding,
@@ -283,6 +283,7 @@ class ProductOptions:
             outputs, or None.
         saves_columns: save the quantised columns of x for the weight gradient instead of x.
         output_is_saved: the caller saves the outputs unmodified.
+        dtype: dtype of the outputs; None for that of x.
     """
 
     merged: MergedWeights
@@ -296,6 +297,7 @@ class ProductOptions:
     gradient_amax: Amax | None
     saves_columns: bool
     output_is_saved: bool
+    dtype: torch.dtype | None
 
 
 _Value = TypeVar("_Value")
@@ -352,9 +354,9 @@ class _MergedLinear(torch.autograd.Function):
         if options.skip_output:
             y = rows.new_empty((len(rows), base.outputs))
         else:
-            y = base.forward(operand, None if has_magnitudes else merged.bias)
+            y = base.forward(operand, None if has_magnitudes else merged.bias, options.dtype)
             if padding is not None and not base.padded:
-                y.addmm_(rows[:, base.width :], padding.up.t())
+                add_product_(y, rows[:, base.width :], padding.up.t())
         scaling: Sequence[Tensor | None] = (None, None, None)
         if has_magnitudes:
             y, *scaling = _with_magnitudes(options, y, layers.magnitudes)
@@ -558,6 +560,7 @@ def merged_linear(
     amaxes: tuple[Amax | None, Amax | None] = (None, None),
     x_is_saved: bool = False,
     output_is_saved: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute the outputs of all layers side by side, ``[T, out]``.
 
@@ -579,15 +582,20 @@ def merged_linear(
             columns would take more memory.
         output_is_saved: the caller saves the outputs unmodified, so they are saved here in place of
             y.
+        dtype: dtype of the outputs, that of x (the default) or fp32, which has no gradient.
 
     Raises:
-        ValueError: adapters differ in dropout or have other ranks than the padding, or the base
-            cannot multiply so many rows.
+        ValueError: adapters differ in dropout or have other ranks than the padding, the base cannot
+            multiply so many rows, or outputs of another dtype than x would need a gradient.
     """
     present = [adapter for adapter in adapters if adapter is not None]
     dropouts = {adapter.dropout for adapter in present}
     if len(dropouts) > 1:
         raise ValueError(f"adapters of one input have dropouts {sorted(dropouts)}: give them one")
+    if dtype not in (None, x.dtype) and torch.is_grad_enabled():
+        raise ValueError(
+            f"outputs in {dtype} of x in {x.dtype} have no gradient: use torch.no_grad"
+        )
     reason = merged.base.why_not(len(x))
     if reason:
         raise ValueError(f"x has {len(x)} rows: {reason}")
@@ -620,6 +628,7 @@ def merged_linear(
             and not (x_is_saved or present)
         ),
         output_is_saved=output_is_saved,
+        dtype=None if dtype == x.dtype else dtype,
     )
     layers: LayerValues[Tensor | None] = LayerValues(
         weights=merged.storage.parts,

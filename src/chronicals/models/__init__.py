@@ -37,6 +37,7 @@ from chronicals.models.packability import (
     Packability,
     check_positions,
     last_position,
+    positions_below,
     prove_packability,
     why_neighbours_matter,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "load_tokenizer",
     "load_whole",
     "missing_for_bitsandbytes",
+    "positions_below",
     "present",
     "prove_packability",
     "quantise_experts",

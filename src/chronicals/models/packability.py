@@ -143,7 +143,13 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def positions_missing(model: Any, longest: int) -> str:
-    """Return in words that documents are longer than ``model`` was made for; empty if not.
+    """Return in words that documents are longer than ``model`` was made for; empty if not."""
+    stated = positions_below(model, longest)
+    return "" if stated is None else _too_long(model, longest, stated)
+
+
+def positions_below(model: Any, longest: int) -> int | None:
+    """Return the positions that ``model`` was made for if they are fewer than ``longest``, else None.
 
     Configurations differ in whether ``max_position_embeddings`` includes the scaling of rotary
     positions; nothing is said of lengths that only one of the two readings covers. That of
@@ -153,19 +159,18 @@ def positions_missing(model: Any, longest: int) -> str:
     text = model.config.get_text_config()
     stated = getattr(text, "max_position_embeddings", None)
     if not isinstance(stated, int) or not 0 < stated < longest:
-        return ""
+        return None
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     factors = [
         1.0 if part.get("rope_type") == "llama3" else float(part.get("factor") or 1.0)
         for part in parts
     ]
-    if longest <= stated * max(factors):
-        return ""
-    return _too_long(model, longest, stated)
+    return None if longest <= stated * max(factors) else stated
 
 
 def _too_long(model: Any, longest: int, stated: int) -> str:
+    model = within_adapters(model)
     return (
         f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), "
         f"documents have up to {longest:,}"

@@ -29,7 +29,6 @@ from chronicals.models.loading import (
 )
 from chronicals.models.preparing import preparing
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
-from chronicals.moe.lookahead.predictor import ExpertPredictor
 from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.eviction import (
@@ -39,9 +38,9 @@ from chronicals.moe.offload.eviction import (
     Expert,
 )
 from chronicals.moe.offload.files import ExpertFiles
-from chronicals.moe.offload.heads import HEADS, FromHeads, heads_named, names_heads
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
-from chronicals.moe.offload.prediction import Predictor, Repeating
+from chronicals.moe.offload.prediction import Predictor
+from chronicals.moe.offload.predictors import NamedPredictor, predictor_named
 from chronicals.moe.offload.records import expert_modules, stream_experts
 from chronicals.moe.offload.report import OffloadReport, report_of
 from chronicals.moe.offload.soft import (
@@ -80,16 +79,24 @@ class Offload:
         model: the model.
         engine: its experts.
         mode: see ``offload``.
+        predictor: what was asked for.
     """
 
-    def __init__(self, model: nn.Module, engine: ExpertEngine, mode: str = "exact"):
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: ExpertEngine,
+        mode: str,
+        predictor: NamedPredictor | Predictor,
+    ):
         self.engine = engine
         self.mode = mode
+        self.predictor = predictor
         self._model = model
 
     def __deepcopy__(self, memo: dict) -> Offload:
         """Return the same engine for a copy of the model, which reads the same records."""
-        return Offload(copy.deepcopy(self._model, memo), self.engine, self.mode)
+        return Offload(copy.deepcopy(self._model, memo), self.engine, self.mode, self.predictor)
 
     def report(self) -> OffloadReport:
         """Return hit rates, bytes that were copied, and what was waited for."""
@@ -129,7 +136,7 @@ def offload(
     disk: str | None = None,
     mode: str = "exact",
     policy: str | EvictionPolicy = "lru",
-    predictor: str | Path | Predictor | None = "last",
+    predictor: str | Path | Predictor | NamedPredictor | None = "last",
     trace: Mapping[Expert, int] | None = None,
     device: torch.device | str | None = None,
     io: str | Path | None = None,
@@ -156,7 +163,7 @@ def offload(
         policy: which expert gives up its slot: ``lru``, ``lfu``, ``static`` (by ``trace``), or an
             object.
         predictor: which experts are fetched before they are chosen: ``last`` those of a layer's
-            last pass, None none, a folder those that its heads predict (``chronicals moe
+            last pass, ``none`` or None none, a folder those that its heads predict (``chronicals moe
             predict-train``), ``heads`` those that a native model's own heads do; or an object.
         trace: for ``static``, how often each expert of each layer was chosen.
         device: device of the model; by default a card if there is one.
@@ -178,7 +185,7 @@ def offload(
         place = torch.device("cuda", torch.cuda.current_device())
     size = bytes_of(vram, "vram")
     chosen = policy_named(policy, trace)
-    expected = None if names_heads(predictor) else predictor_named(predictor)
+    wanted = predictor if isinstance(predictor, Predictor) else predictor_named(predictor)
     host = available_memory() if ram is None else bytes_of(ram, "ram")
     budgets = Budgets(size, f"vram={vram!r}", host, f"ram={ram!r}")
     if isinstance(model_or_folder, (str, Path)):
@@ -186,28 +193,27 @@ def offload(
             shared_experts_of(load_without_weights(Path(model_or_folder)))
         model, engine = load_held(model_or_folder, budgets, dtype, quantization, shared)
         with closing_if_refused(engine):
-            heads = _checked(model, mode, predictor)
+            _check(model, mode, wanted)
     else:
         if dtype is not None or quantization is not None:
             raise ValueError(
                 "dtype and quantization are for a folder that is loaded; this model is loaded already"
             )
         model = model_or_folder
-        heads = _checked(model, mode, predictor)
+        _check(model, mode, wanted)
         engine = hold_experts(model, budgets, shared)
     model.to(place)
-    if heads is not None:
-        expected = FromHeads(heads, model)
     file = None if io is None else Path(io)
-    open_experts(model, engine, budgets, place, chosen, expected, file, mode)
+    open_experts(model, engine, budgets, place, chosen, wanted, file, mode)
     return model
 
 
-def _checked(model: Any, mode: str, predictor: Any) -> ExpertPredictor | None:
-    """Return the heads that ``predictor`` names, if any; refuse what does not fit the model."""
+def _check(model: Any, mode: str, predictor: NamedPredictor | Predictor) -> None:
+    """Raise ValueError if a model cannot be offloaded in that mode, or with that predictor."""
     if mode == SOFT:
         check_shared_experts(model)
-    return heads_named(predictor, model) if names_heads(predictor) else None
+    if isinstance(predictor, NamedPredictor):
+        predictor.check(model)
 
 
 @contextmanager
@@ -288,7 +294,7 @@ def open_experts(
     budgets: Budgets,
     device: torch.device,
     policy: EvictionPolicy,
-    predictor: Predictor | None,
+    predictor: NamedPredictor | Predictor,
     io: Path | None = None,
     mode: str = "exact",
 ) -> None:
@@ -300,7 +306,7 @@ def open_experts(
         budgets: memory that they may take.
         device: the device.
         policy: which expert gives up its slot.
-        predictor: which experts are fetched early; None for none.
+        predictor: which experts are fetched early.
         io: file for a line an event.
         mode: see ``offload``.
 
@@ -308,10 +314,11 @@ def open_experts(
         ValueError: the memory of the device is too small.
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
-    engine.open(slots, device, policy, predictor, io, cpu_share=mode == "numerical")
+    made = predictor if isinstance(predictor, Predictor) else predictor.made(model)
+    engine.open(slots, device, policy, made, io, cpu_share=mode == "numerical")
     if mode == SOFT:
         let_shared_experts_stand_in(model, engine)
-    model.offload = Offload(model, engine, mode)
+    model.offload = Offload(model, engine, mode, predictor)
     logger.info(
         "experts: %d of %d in slots, %.2f GiB on %s; all of them in %.2f GiB of host memory",
         engine.slots,
@@ -342,22 +349,6 @@ def policy_named(
             )
         return ByTrace(trace)
     return POLICIES[policy]()
-
-
-def predictor_named(predictor: str | Path | Predictor | None) -> Predictor | None:
-    """Return a predictor by its name, or the one given.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
-    if predictor is None or isinstance(predictor, Predictor):
-        return predictor
-    if predictor == "last":
-        return Repeating()
-    raise ValueError(
-        f"predictor={str(predictor)!r}: expected 'last', '{HEADS}', None, a Predictor, or a folder "
-        "with trained heads (chronicals moe predict-train)"
-    )
 
 
 def hold_experts(

@@ -129,6 +129,7 @@ class Group:
         skip_output: bool = False,
         x_is_saved: bool = False,
         output_is_saved: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Compute the outputs of all layers side by side, ``[T, out]``.
 
@@ -140,6 +141,7 @@ class Group:
             skip_output: see ``merged_linear``; so are the next two.
             x_is_saved: the maker of x saves it, too.
             output_is_saved: the caller saves the outputs unmodified.
+            dtype: dtype of the outputs; see ``merged_linear``.
         """
         merged = self.merged
         reason = merged.base.why_not(len(x))
@@ -157,6 +159,7 @@ class Group:
             amaxes=self.amaxes(len(x)),
             x_is_saved=x_is_saved,
             output_is_saved=output_is_saved,
+            dtype=dtype,
         )
 
 

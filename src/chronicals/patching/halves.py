@@ -5,8 +5,9 @@
     MLP:        x + branch → norm → gate and up → unit → down → norm → branch
 
 A half returns the residual and a branch that is still to be added to it: the next norm adds it in
-its own pass. The attention half is given the function that attends. ``run_kept_half`` runs a
-half by the modules of its class, beside one that is fused.
+its own pass. A residual in fp32, as passes of generation have it, gets a branch in fp32. The
+attention half is given the function that attends. ``run_kept_half`` runs a half by the modules of
+its class, beside one that is fused.
 
 Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width. Latent
 attention: R latent width, N and P widths of a head's plain and rotary part, V of its value.
@@ -270,7 +271,7 @@ class AttentionHalf(FusedHalf):
             gradient: what the layer below asks of the gradient of x.
         """
         q, k, v, x = self.heads(x, tokens, gradient)
-        return x, self.branch(self.attend(q, k, v, tokens))
+        return x, self.branch(self.attend(q, k, v, tokens), x.dtype)
 
     def heads(
         self,
@@ -368,9 +369,14 @@ class AttentionHalf(FusedHalf):
             padding=self.last.padding if padding is None else padding,
         )
 
-    def branch(self, attended: Tensor) -> Tensor:
-        """Return the branch that is added to the residual, ``[T, D]``, of what attention gave."""
-        return self._norm_after(self.last(attended.flatten(1), x_is_saved=True))
+    def branch(self, attended: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the branch that is added to the residual, ``[T, D]``, of what attention gave.
+
+        Args:
+            attended: ``[T, H, W]``.
+            dtype: dtype of the residual; by default that of ``attended``.
+        """
+        return self._norm_after(self.last(attended.flatten(1), x_is_saved=True, dtype=dtype))
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
@@ -546,13 +552,14 @@ class MLPHalf(FusedHalf):
         skip_output = runs_again() and self.norms.after is None
         if not self.tiles:
             unit, remake = self._gated_unit(normed, remake)
-            branch = self.last(unit, remake, skip_output=skip_output)
+            branch = self.last(unit, remake, skip_output=skip_output, dtype=x.dtype)
             del unit  # before the norm makes a tensor of its own
             return x, self._norm_after(branch)
 
         def tile_output(rows: Tensor) -> Tensor:
             unit, remake = self._gated_unit(rows)
-            return self.last(unit, remake, skip_output=skip_output or runs_again())
+            again = skip_output or runs_again()
+            return self.last(unit, remake, skip_output=again, dtype=x.dtype)
 
         draws = self.layer.training and draws_numbers(self.mlp)
         return x, self._norm_after(tiled(tile_output, normed, draws, tells=True))

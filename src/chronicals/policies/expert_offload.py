@@ -19,7 +19,7 @@ from chronicals.moe.offload.events import IO_FILE
 from chronicals.moe.offload.eviction import LeastRecentlyUsed
 from chronicals.moe.offload.layers import wave_dense_bytes
 from chronicals.moe.offload.module import streamed_experts_of
-from chronicals.moe.offload.prediction import Repeating
+from chronicals.moe.offload.predictors import NamedPredictor
 from chronicals.patching.expert_offload import hold_experts, open_experts
 from chronicals.policies.exclusions import streams_experts
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
@@ -48,10 +48,14 @@ class OffloadExperts(Policy):
     stage = Stage.LAYERS
 
     def why_not(self, facts: Facts) -> str | None:
-        """Return that there are no experts, or that they are trained, if so."""
+        """Return that there are no experts, or no such predictor, if so."""
         modules = facts.model.modules()
         if not streams_experts(facts.model) and not any(map(is_experts, modules)):
             return f"{type(facts.model).__name__} has no routed experts; leave it out"
+        try:
+            predictor_asked(facts.config).check_name()
+        except ValueError as error:
+            return str(error)
         return None
 
     def words(self, facts: Facts) -> str:
@@ -60,18 +64,19 @@ class OffloadExperts(Policy):
         return f"{facts.who_asked(self.name)}, {size:.2f} GiB of them on the card at a time"
 
     def bytes(self, facts: Facts, load: MemoryLoad) -> MemoryLoad:
-        """Return ``load`` with the slots in place of the experts, which host memory has.
+        """Return ``load`` with slots and predictor in place of the experts, which host memory has.
 
         Dequantised values of a wave are counted once the experts are streamed; before that they are
         among those of a layer of packed weights.
         """
         slots = facts.config.expert_bytes or 0
+        beside = predictor_asked(facts.config).bytes(facts.model)
         streamed = list(streamed_experts_of(facts.model))
         if streamed:  # their weights are in no parameter any more
             host = sum(module.bytes for _, module in streamed)
             engine = streamed[0][1].source.engine
             dense = wave_dense_bytes(engine.layers, slots // engine.slot_bytes)
-            held = min(slots, host) + dense
+            held = min(slots, host) + dense + beside
             return replace(load, fixed=load.fixed + held, host={**load.host, self.title: host})
         values = sum(
             p.numel()
@@ -80,7 +85,7 @@ class OffloadExperts(Policy):
             for p in module.parameters(recurse=False)
         )
         host = int(values * load.frozen)
-        held = min(slots, host) - host
+        held = min(slots, host) - host + beside
         return replace(load, fixed=load.fixed + held, host={**load.host, self.title: host})
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
@@ -125,7 +130,12 @@ def hold_experts_as_asked(model: Any, config: ChronicalsConfig, ranks: Mesh) -> 
             f"slots; take 'bf16' or 'fp32', or leave {SETTING} out"
         )
     if not asked or streamed:
+        _check_predictor_of(model, config)
         return
+    try:
+        predictor_asked(config).check(model)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     try:
         shared = _shared_name(config, ranks)
         hold_experts(model, _budgets(config), shared, in_fp8=config.use_fp8)
@@ -139,7 +149,29 @@ def open_experts_as_asked(model: Any, config: ChronicalsConfig, device: torch.de
     if engine is None or engine.slots or not OFFLOAD_EXPERTS.asked(config):
         return
     io = Path(config.output_dir) / IO_FILE
-    open_experts(model, engine, _budgets(config), device, LeastRecentlyUsed(), Repeating(), io)
+    predictor = predictor_asked(config)
+    open_experts(model, engine, _budgets(config), device, LeastRecentlyUsed(), predictor, io)
+
+
+def predictor_asked(config: ChronicalsConfig) -> NamedPredictor:
+    """Return the predictor that a configuration asks for."""
+    return NamedPredictor(config.expert_predictor, "expert_predictor")
+
+
+def _check_predictor_of(model: Any, config: ChronicalsConfig) -> None:
+    """Refuse a predictor that is asked for where the model was offloaded with another one.
+
+    Raises:
+        ConfigurationError: it was.
+    """
+    asked = predictor_asked(config)
+    opened = getattr(model, "offload", None)
+    if opened is None or asked.field not in config.explicit or opened.predictor == asked:
+        return
+    raise ConfigurationError(
+        f"{asked.words}: the model was offloaded with another one; give "
+        f"chronicals.offload(predictor={asked.name!r}), or leave {asked.field} out"
+    )
 
 
 def _budgets(config: ChronicalsConfig) -> Budgets:

@@ -92,8 +92,16 @@ class Base(ABC):
         return Operand(x)
 
     @abstractmethod
-    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        """Return ``x Wᵀ + bias``, ``[T, N]``; the caller may write into it."""
+    def forward(
+        self, x: Operand, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return ``x Wᵀ + bias``, ``[T, N]``; the caller may write into it.
+
+        Args:
+            x: ``[T, K]``.
+            bias: ``[N]``, or None.
+            dtype: of the result, that of x or fp32; by default that of x.
+        """
 
     @abstractmethod
     def input_gradient(self, dy: Operand) -> Tensor:

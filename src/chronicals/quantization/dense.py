@@ -98,14 +98,19 @@ class Dense(Storage):
         shape = self.outputs + below, self.width + right
         return self.matrix.as_strided(shape, self.matrix.stride())
 
-    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Operand, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return ``x Wᵀ + bias``; with padding columns behind x, the adapters' part, too."""
         rows = x.dense
+        kind = dtype or rows.dtype
         right = 0 if rows.shape[1] == self.width else self.columns
         matrix = self._reaching(right, 0).t()
 
         if bias is None:
-            return product(rows, matrix, rows.dtype)
+            return product(rows, matrix, kind)
+        if kind != rows.dtype:
+            return product(rows, matrix, kind).add_(bias)
         return torch.addmm(bias, rows, matrix)
 
     def input_gradient(self, dy: Operand) -> Tensor:

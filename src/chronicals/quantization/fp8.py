@@ -63,8 +63,10 @@ class FP8Base(Base):
         assert known is not None
         return Operand(x, by_rows, by_columns, known.scale)
 
-    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        """Return ``x Wᵀ + bias`` in the dtype of x."""
+    def forward(
+        self, x: Operand, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return ``x Wᵀ + bias``, by default in the dtype of x."""
         rows: Scaled | None
         if self.trained:
             rows, _ = fp8_quantize(self.dense())
@@ -74,7 +76,7 @@ class FP8Base(Base):
             rows = self._layouts()[0]
 
         assert x.rows is not None
-        return scaled_product(x.rows, rows, x.dense.dtype, fast=True, bias=bias)
+        return scaled_product(x.rows, rows, dtype or x.dense.dtype, fast=True, bias=bias)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """Return ``dy W`` in the dtype of dy."""

@@ -89,11 +89,11 @@ class Blocks(PackedWeight):
         """Return True: a dense copy is read by whole words, blocks byte by byte."""
         return True
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``x Wᵀ``."""
         if self.reads_dense(x):
-            return super().product(x)
-        return gguf_product(x, self.codes, self.shape[0], self.kind)
+            return super().product(x, dtype)
+        return gguf_product(x, self.codes, self.shape[0], self.kind, dtype)
 
     def expert_stack(self, experts: int) -> ExpertStack:
         """Return the experts' weights as they are."""

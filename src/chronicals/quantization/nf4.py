@@ -48,16 +48,16 @@ class NF4(PackedStorage):
     # A code, and with nested scales a byte per block and four bytes per block of scales.
     packed_bytes = 1 / 2 + 1 / BLOCK + 4 / (BLOCK * SCALE_BLOCK)
 
-    def products(self, x: Tensor) -> Tensor:
+    def products(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``x Wᵀ``, ``[T, N]``, in one launch if the weights have one form."""
         first = self.packed[0]
         scales = [part.scales for part in self.packed]
         forms = {(part.block, part.code) for part in self.packed}
         if len(forms) > 1 or not are_one_launch(scales):
-            return super().products(x)
+            return super().products(x, dtype)
         codes = [part.codes for part in self.packed]
         outputs = [part.shape[0] for part in self.packed]
-        return nf4_products(x, codes, scales, outputs, first.block, first.code)
+        return nf4_products(x, codes, scales, outputs, first.block, first.code, dtype)
 
 
 class Linear4bit(PackedLinear):
@@ -183,12 +183,12 @@ class Packed(PackedWeight):
         """Return whether the product with x is faster where a dense copy is at hand."""
         return self.reads_dense(x) or x.numel() > FASTER_ROWS * x.shape[-1]
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``x Wᵀ``."""
         if self.reads_dense(x):
-            return super().product(x)
+            return super().product(x, dtype)
         outputs = self.shape[0]
-        return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code)
+        return nf4_product(x, self.codes, self.scales, outputs, self.block, self.code, dtype)
 
     def expert_stack(self, experts: int) -> ExpertStack | None:
         """Return the experts' weights as they are, if rows are whole blocks."""

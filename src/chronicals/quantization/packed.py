@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.expert_stacks import ExpertStack
+from chronicals.kernels.products import add_product_, linear
 from chronicals.quantization.base import Operand, Storage
 from chronicals.quantization.dense import Dense
 
@@ -94,7 +94,9 @@ class PackedStorage(Storage):
             memory = torch.zeros(shape, dtype=self.dtype, device=device)
         return memory[: self.outputs, : self.width]
 
-    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Operand, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Return ``x Wᵀ + bias``; the buffer is written first, unless the rows need none."""
         rows = x.dense[:, : self.width]
         if any(part.reads_dense(rows) for part in self.packed):
@@ -102,12 +104,12 @@ class PackedStorage(Storage):
                 self.filled()
             else:
                 self._fill()
-            return self.buffer.forward(x, bias)
+            return self.buffer.forward(x, bias, dtype)
         self.buffer.mark = None  # other codes may have been loaded since it was written
-        y = self.products(rows)
+        y = self.products(rows, dtype)
         behind = x.dense[:, self.width :]
         if behind.shape[1]:
-            y.addmm_(behind, self.buffer.up.t())
+            add_product_(y, behind, self.buffer.up.t())
         return y if bias is None else y.add_(bias)
 
     @contextmanager
@@ -120,9 +122,9 @@ class PackedStorage(Storage):
         finally:
             self._fills_once = False
 
-    def products(self, x: Tensor) -> Tensor:
-        """Return ``x Wᵀ``, ``[T, N]``, of rows that need no dense values."""
-        return torch.cat([part.product(x) for part in self.packed], 1)
+    def products(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ``x Wᵀ``, ``[T, N]``, of rows that need no dense values; dtypes as of ``forward``."""
+        return torch.cat([part.product(x, dtype) for part in self.packed], 1)
 
     def input_gradient(self, dy: Operand) -> Tensor:
         """Return ``dy W``; the buffer is written if it holds another weight by now."""
@@ -307,13 +309,14 @@ class PackedWeight(ABC):
         """Return whether the product with x, ``[..., K]``, is faster where a dense copy is at hand."""
         return self.reads_dense(x)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x Wᵀ``, ``[..., n]``, in the dtype of x; without a gradient.
+    def product(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ``x Wᵀ``, ``[..., n]``; without a gradient.
 
         Args:
             x: ``[..., K]``.
+            dtype: of the result, that of x or fp32; by default that of x.
         """
-        return F.linear(x, self.dense().to(x.dtype))
+        return linear(x, self.dense().to(x.dtype), dtype)
 
     def expert_stack(self, experts: int) -> ExpertStack | None:
         """Return the weights ``[E · n, K]`` of E experts as products of few tokens read them.

@@ -114,6 +114,7 @@ OF_THE_STUDY = frozenset(
         "gpu_memory",
         "cache_memory",
         "expert_memory",
+        "expert_predictor",
         "generation_exact",
         "check_memory",
         "dataset_num_proc",

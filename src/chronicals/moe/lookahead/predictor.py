@@ -24,7 +24,7 @@ from chronicals.moe.lookahead.recording import Recorded
 from chronicals.moe.routers import mixture_layers
 from chronicals.standard_json import to_json
 
-_WEIGHTS = "predictor.safetensors"
+WEIGHTS = "predictor.safetensors"
 SAID = "predictor.json"
 _VERSION = 2
 PLAIN = Choice()
@@ -167,7 +167,7 @@ class ExpertPredictor(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
             {name: value.cpu().contiguous() for name, value in self.state_dict().items()},
-            folder / _WEIGHTS,
+            folder / WEIGHTS,
         )
         sizes: dict[str, int] = {
             name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")
@@ -185,7 +185,7 @@ class ExpertPredictor(nn.Module):
         """
         try:
             said = json.loads((folder / SAID).read_text())
-            weights = load_file(folder / _WEIGHTS)
+            weights = load_file(folder / WEIGHTS)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{folder}: no predictor is there ({error}); make one with chronicals moe "

@@ -15,8 +15,8 @@ On the CPU the same code runs over streams that do everything at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -135,9 +135,19 @@ class CopyEngine:
             return HostStream()
         return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
 
-    def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Return a context in which copies are of a stream."""
-        return torch.cuda.stream(stream) if self._on_card else nullcontext()
+    @contextmanager
+    def _on(self, stream: Any, current: Any) -> Iterator[None]:
+        """A context in which copies are of a stream, inside a known current one.
+
+        torch's own context asks for the current stream, which takes longer than a copy's launch.
+        """
+        if self._on_card:
+            torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            if self._on_card:
+                torch.cuda.set_stream(current)
 
     def recorded(self, stream: Any) -> Any:
         """Return an event behind the work of a stream; with ``times`` it can be timed."""
@@ -149,24 +159,38 @@ class CopyEngine:
         """Return the current stream. torch takes 10 µs to tell it, as long as a copy is launched."""
         return torch.cuda.current_stream(self.device) if self._on_card else HostStream()
 
-    def copy(self, loads: Sequence[Load], prefetch: bool = False) -> None:
+    def demand(self, loads: Sequence[Load], current: Any) -> None:
         """Copy records beside products, which ``wait_for`` them.
 
         A copy comes after the products that read its slot before.
 
         Args:
             loads: the records and their slots.
-            prefetch: no product waits for the copies yet.
+            current: the current stream, as ``current`` returns it.
         """
-        stream = self._prefetch if prefetch else self._demand
-        in_pieces = prefetch and len(loads) <= MOST_IN_PIECES
-        groups = _groups(loads) if prefetch else [loads]
+        self._copy_beside([loads], self._demand, current, in_pieces=False)
+
+    def prefetch(self, loads: Sequence[Load], current: Any) -> None:
+        """Copy records that no product waits for yet, behind those that are demanded.
+
+        Args:
+            loads: the records and their slots.
+            current: the current stream, as ``current`` returns it.
+        """
+        in_pieces = len(loads) <= MOST_IN_PIECES
+        self._copy_beside(_groups(loads), self._prefetch, current, in_pieces)
+
+    def _copy_beside(
+        self, groups: Sequence[Sequence[Load]], stream: Any, current: Any, in_pieces: bool
+    ) -> None:
+        """Copy records on a stream of copies; those of a group are waited for together."""
         waited = set[Any]()
-        with self._on(stream):
+        with self._on(stream, current):
             for group in groups:
                 self._copy(group, stream, in_pieces, waited)
                 filled = self.recorded(stream)
-                self._awaited.update((load.slot, filled) for load in group)
+                for load in group:
+                    self._awaited[load.slot] = filled
 
     def copy_before_products(self, loads: Sequence[Load], stream: Any) -> None:
         """Copy records on the stream of products that are launched next.

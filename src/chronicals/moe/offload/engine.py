@@ -186,7 +186,7 @@ class ExpertEngine:
         This is the one time in a pass over a layer that the host waits for the device.
         """
         read = self.to_be_read(layer, bounds, x).numpy(force=True)
-        self.note_read(layer, read)
+        self.expect(layer, self.note_read(layer, read), read)
         on_host: list[int] = read[: self.layers[layer].count + 1].tolist()
         return on_host
 
@@ -203,24 +203,27 @@ class ExpertEngine:
         return torch.cat((bounds, wanted.to(bounds.dtype).reshape(-1)))
 
     def note_read(self, layer: int, read: NDArray[np.int32]) -> list[int]:
-        """Return the experts with rows, and note what the predictor says.
-
-        Args:
-            layer: number of the layer.
-            read: what was ``to_be_read``, on the host.
-        """
+        """Return the experts with rows, given what was ``to_be_read`` on the host."""
         if layer == 0:
             self.log.step()
-        count = self.layers[layer].count
-        chosen = with_rows(read[: count + 1])
+        chosen = with_rows(read[: self.layers[layer].count + 1])
         seconds = self.log.read_timings()
         self._by_cpu = frozenset()
         if self.cpu is not None and seconds is not None:
             self.cpu.copy_took(seconds)
-        if self.predictor is not None:
-            told: list[int] = read[count + 1 :].tolist()
-            self._expected = self.predictor.expect(layer, chosen, told)
         return chosen
+
+    def expect(self, layer: int, chosen: Sequence[int], read: NDArray[np.int32]) -> None:
+        """Note which experts the predictor expects in the next layer.
+
+        Args:
+            layer: number of the layer.
+            chosen: its experts with rows.
+            read: what was ``to_be_read``, on the host.
+        """
+        if self.predictor is not None:
+            told: list[int] = read[self.layers[layer].count + 1 :].tolist()
+            self._expected = self.predictor.expect(layer, chosen, told)
 
     def waves(
         self, layer: int, bounds: Sequence[int], backward: bool
@@ -242,12 +245,13 @@ class ExpertEngine:
         passing = len(waiting) * len(self.layers) > self.slots
         limits = self.layers[layer].limits
         stream = self.current_stream
-        wave = self._take(waiting, [], passing, limits, self._copies.copy)
+        copy = partial(self._copies.demand, current=stream)
+        wave = self._take(waiting, [], passing, limits, copy)
         while wave:
-            following = self._take(waiting, wave, passing, limits, self._copies.copy)
+            following = self._take(waiting, wave, passing, limits, copy)
             end = following[0][1] if following else count
             if not following:
-                self._prefetch(layer, wave, backward)
+                self._prefetch(layer, wave, backward, stream)
             slots = [self._slot_of[key] for key in wave]
             began = self._mark(stream)
             self._copies.wait_for(slots, stream)
@@ -291,10 +295,11 @@ class ExpertEngine:
         wanted = [(layer, expert) for expert in missing]
         if layer + 1 < len(self.layers):
             wanted += [(layer + 1, expert) for expert in self._expected]
-        kept = [(layer, expert) for expert in chosen] + self._coming
+        kept = {*((layer, expert) for expert in chosen), *self._coming, *wanted}
+        absent = [key for key in dict.fromkeys(wanted) if key not in self._slot_of]
         most = max(0, MOST_COMING - len(self._coming))
         passing = len(chosen) * len(self.layers) > self.slots
-        self._coming += self._fetch_early(wanted, kept, most, passing)
+        self._coming += self._fetch_early(absent[:most], kept, self.current_stream, passing)
 
     def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
@@ -350,7 +355,7 @@ class ExpertEngine:
 
     def bring(
         self, layer: int, read: NDArray[np.int32], slots: NDArray[np.int32], stream: Any
-    ) -> None:
+    ) -> list[int]:
         """Bring all experts of a layer with rows into slots, for products of a graph.
 
         The products of the layer before are done: the host has read what was computed from them. So
@@ -362,6 +367,9 @@ class ExpertEngine:
             read: what was ``to_be_read``, on the host.
             slots: ``[E]``; the slots of experts with rows are written to it.
             stream: the current stream.
+
+        Returns:
+            The experts with rows.
         """
         chosen = self.note_read(layer, read)
         waiting = [(layer, expert) for expert in chosen]
@@ -376,7 +384,24 @@ class ExpertEngine:
         self._note_wait(layer, began, stream)
         for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
             slots[expert] = slot
-        self._prefetch(layer, wave, backward=False)
+        return chosen
+
+    def fetch_ahead(
+        self, layer: int, chosen: list[int], read: NDArray[np.int32], stream: Any
+    ) -> None:
+        """Ask for the experts that are expected in the next layer, beside products of a graph.
+
+        These are launched already, so that they do not wait until the host has asked. They read
+        other slots; those of the layers before are done.
+
+        Args:
+            layer: number of the layer, whose experts ``bring`` brought.
+            chosen: what it returned.
+            read: what was ``to_be_read``, on the host.
+            stream: the current stream.
+        """
+        self.expect(layer, chosen, read)
+        self._prefetch(layer, [(layer, expert) for expert in chosen], False, stream)
 
     def _take(
         self,
@@ -474,8 +499,11 @@ class ExpertEngine:
         self.log.evict(victims)
         return slots + [self._slot_of.pop(victim) for victim in victims]
 
-    def _prefetch(self, layer: int, running: Sequence[Expert], backward: bool) -> None:
-        """Ask for the experts that are expected next, where slots are free of better ones."""
+    def _prefetch(self, layer: int, running: Sequence[Expert], backward: bool, stream: Any) -> None:
+        """Ask for the experts that are expected next, where slots are free of better ones.
+
+        What was expected of layers before and not chosen gives up its slot as any other expert.
+        """
         if self.predictor is None or self.stands_in:
             return
         target = layer - 1 if backward else layer + 1
@@ -484,23 +512,27 @@ class ExpertEngine:
         expected = self.predictor.last(target) if backward else self._expected
         room = max(0, self.slots - len(running) - 1)
         wanted = [(target, expert) for expert in expected[:room]]
-        if any(expert not in self._slot_of for expert in wanted):
-            self._fetch_early(wanted, [*running, *self._fetched], room)
+        missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
+        if missing:
+            self._fetch_early(missing, {*running, *wanted}, stream)
 
     def _fetch_early(
-        self, wanted: list[Expert], kept: Collection[Expert], most: int, passing: bool = False
+        self,
+        missing: list[Expert],
+        kept: Collection[Expert],
+        stream: Any,
+        passing: bool = False,
     ) -> list[Expert]:
         """Ask for copies of experts that no product waits for yet; return those experts.
 
         Args:
-            wanted: the experts, the likeliest first; some may be in slots.
-            kept: experts that keep their slots, beside those that are wanted.
-            most: copies, at most.
+            missing: the experts, which are in no slot, the likeliest first.
+            kept: experts that keep their slots.
+            stream: the current stream.
             passing: the slots could not keep as many experts of all layers.
         """
-        missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
-        copy = partial(self._copies.copy, prefetch=True)
-        fetched = self._load(missing[:most], {*kept, *wanted}, [], copy)
+        copy = partial(self._copies.prefetch, current=stream)
+        fetched = self._load(missing, kept, (), copy)
         self._fetched.update(fetched)
         self.policy.use(*fetched, passing=passing)
         self.log.prefetch(fetched)

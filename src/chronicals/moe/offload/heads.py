@@ -8,20 +8,16 @@ rows of layer l's experts, so the host looks no more often than without.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.moe.lookahead.predictor import SAID, ExpertPredictor
+from chronicals.moe.lookahead.predictor import ExpertPredictor
 from chronicals.moe.offload.prediction import Repeating
 from chronicals.moe.offload.records import experts_of_token
 from chronicals.moe.routers import MixtureLayer, mixture_layers
-
-HEADS = "heads"
-"""Name of the predictor that is the lookahead heads of a native model."""
 
 FIRST_NORM = "input_layernorm"
 """Name of the norm before attention in a decoder layer."""
@@ -55,7 +51,7 @@ class FromHeads(Repeating):
     """Expects what layer-ahead heads predict; without an input, what a layer chose last.
 
     Args:
-        heads: the heads, which fit the model (``heads_named``); moved to its device.
+        heads: the heads, which fit the model (``check_fit``); moved to its device.
         model: the model whose layers they read, on its device.
     """
 
@@ -107,49 +103,33 @@ class FromHeads(Repeating):
             hook.remove()
 
 
-def _check_fit(heads: ExpertPredictor, layers: list[MixtureLayer], model: Any) -> None:
-    """Raise ValueError unless heads are of a model with such layers and predict the next one."""
+def check_fit(heads: ExpertPredictor, layers: list[MixtureLayer], model: Any, asked: str) -> None:
+    """Check that heads are of a model with such layers, and predict the next one.
+
+    Args:
+        heads: the heads.
+        layers: the model's layers with routed experts.
+        model: the model.
+        asked: how the heads were asked for.
+
+    Raises:
+        ValueError: they are not; the message begins with ``asked``.
+    """
     expected = len(layers), *layers[0].gate.shape
     if tuple(heads.gates.shape) != expected:
         raise ValueError(
-            f"predictor: its heads are for [layers, experts, width] = {list(heads.gates.shape)}, and "
+            f"{asked}: its heads are for [layers, experts, width] = {list(heads.gates.shape)}, and "
             f"{type(model).__name__} has {list(expected)}; train heads for this model (chronicals "
             "moe predict-train)"
         )
     if heads.layer_ahead.furthest < 1:
         raise ValueError(
-            "predictor: its heads predict no later layer (furthest 0); train them with "
-            "--layers-ahead 1 or more, or take predictor='last'"
+            f"{asked}: its heads predict no later layer (furthest 0); train them with "
+            "--layers-ahead 1 or more, or take 'last'"
         )
     for layer in layers:
         if not hasattr(decoder_layers(model)[layer.number], FIRST_NORM):
             raise ValueError(
-                f"predictor: the layers of {type(model).__name__} have no {FIRST_NORM}, whose output "
-                "heads read; take predictor='last'"
+                f"{asked}: the layers of {type(model).__name__} have no {FIRST_NORM}, whose output "
+                "heads read; take 'last'"
             )
-
-
-def names_heads(predictor: Any) -> bool:
-    """Return whether a value of ``predictor=`` names heads: ``HEADS``, or a folder with trained ones."""
-    if not isinstance(predictor, (str, Path)):
-        return False
-    return predictor == HEADS or (Path(predictor) / SAID).exists()
-
-
-def heads_named(name: str | Path, model: Any) -> ExpertPredictor:
-    """Return the heads of a folder, or a native model's own (``HEADS``).
-
-    Raises:
-        ValueError: the model has none, or they do not fit it.
-    """
-    if name != HEADS:
-        heads = ExpertPredictor.load(Path(name))
-    elif getattr(model.get_decoder(), "layer_ahead", None) is not None:
-        heads = ExpertPredictor.within(model)
-    else:
-        raise ValueError(
-            f"predictor='{HEADS}': {type(model).__name__} has no heads of its own, as the native "
-            "model has; give a folder of chronicals moe predict-train, or 'last'"
-        )
-    _check_fit(heads, mixture_layers(model), model)
-    return heads

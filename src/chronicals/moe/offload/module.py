@@ -94,7 +94,7 @@ class LayerSource:
         self._check(x)
         asked = self.engine.to_be_read(self.layer, bounds, x)
         look = HostLook(self.engine, self.layer, asked)
-        cut_capture(look.bring)
+        cut_capture(look.bring, behind=look.fetch_ahead)
         memory = self.engine.memory_of(self.layer, Places.on_device(look.slots))
         return Wave(0, self.records.count, *self.weights_in(memory))
 
@@ -163,6 +163,7 @@ class HostLook:
         self._sent = torch.full((count,), -1, dtype=torch.int32, pin_memory=on_card)
         self._numbers = self._sent.numpy()
         self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
+        self._chosen: list[int] = []
 
     def bring(self) -> None:
         """Wait for what the host has to know, and bring the experts of the layer into slots.
@@ -170,8 +171,12 @@ class HostLook:
         Slots of experts without rows stay those of earlier steps; nothing reads them.
         """
         self._stream.synchronize()
-        self.engine.bring(self.layer, self.read, self._numbers, self._stream)
+        self._chosen = self.engine.bring(self.layer, self.read, self._numbers, self._stream)
         self.slots.copy_(self._sent, non_blocking=True)
+
+    def fetch_ahead(self) -> None:
+        """Ask for the experts that are expected in the next layer, once the products are launched."""
+        self.engine.fetch_ahead(self.layer, self._chosen, self.read, self._stream)
 
 
 class HostShare:

@@ -1,0 +1,5 @@
+"""``python -m chronicals``: the command line."""
+
+from chronicals.cli.app import main
+
+main()
