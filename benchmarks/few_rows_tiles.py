@@ -95,7 +95,7 @@ def inputs(product: Product, rows: int, device: str) -> tuple[Tensor, Tensor, Ro
 def launched(product: Product, x: Tensor, residual: Tensor, norm: RowNorm, tile: Any) -> Callable:
     """Return a function of a weight that launches the product."""
     if product.adds:
-        return lambda weight: few_rows_sum(x, weight, residual, widens=True, tile=tile)
+        return lambda weight: few_rows_sum(x, weight, residual, tile=tile)
     return lambda weight: few_rows_product(
         x, weight, norm=norm, activation=product.activation, tile=tile
     )

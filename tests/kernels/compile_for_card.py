@@ -210,7 +210,7 @@ def products_beside_norms() -> None:
         for kind in (HALF, torch.float32):
             x = torch.zeros(rows, 896, dtype=kind)
             unit = torch.zeros(rows, 4864, dtype=HALF)
-            _, squares = few_rows_sum(unit, last, x, widens=kind == torch.float32)
+            _, squares = few_rows_sum(unit, last, x)
             norm = RowNorm(squares, torch.zeros(896, dtype=HALF), 1e-6)
             few_rows_product(x, first, bias, norm=norm)
             few_rows_product(x, gate_and_up, norm=norm, activation="silu")

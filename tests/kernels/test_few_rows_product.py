@@ -93,7 +93,7 @@ def compare_product(
     )
 
 
-def compare_sum(rows, outputs, columns, dtype, device, of=module, *, widens, bias=True):
+def compare_sum(rows, outputs, columns, dtype, device, of=module, *, wide, bias=True):
     """Ours against plain torch, both beside fp64: the sum, and its sums of squares."""
 
     def draw():
@@ -101,13 +101,11 @@ def compare_sum(rows, outputs, columns, dtype, device, of=module, *, widens, bia
         weight = (torch.randn(outputs, columns, device=device) / columns**0.5).to(dtype)
         residual = torch.randn(rows, outputs + 8, device=device)
         b = torch.randn(outputs, device=device).to(dtype)
-        return [x, weight, residual.to(torch.float32 if widens else dtype), b]
+        return [x, weight, residual.to(torch.float32 if wide else dtype), b]
 
     def run(function, which):
         def product(x, weight, residual, b):
-            total, squares = function(
-                x, weight, residual[:, :outputs], b if bias else None, widens=widens
-            )
+            total, squares = function(x, weight, residual[:, :outputs], b if bias else None)
             return (total, squares.sum(0))[which]
 
         return without_gradient(product)
@@ -138,12 +136,27 @@ def test_norms_and_units(rows, activation, norm, device):
 
 @pytest.mark.slow
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("widens", [False, True], ids=["rounded", "fp32"])
+@pytest.mark.parametrize("wide", [False, True], ids=["rounded", "fp32"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 @pytest.mark.parametrize("size", SIZES)
-def test_sums(size, rows, bias, widens, device):
-    compare_sum(rows, *SIZES[size], torch.bfloat16, device, widens=widens, bias=bias)
+def test_sums(size, rows, bias, wide, device):
+    compare_sum(rows, *SIZES[size], torch.bfloat16, device, wide=wide, bias=bias)
+
+
+def test_a_sum_of_another_dtype_than_the_residual(device):
+    """What a residual in 16 bits gives is rounded to 16 bits, also where fp32 is returned."""
+    x, weight = drawn(3, 40, 64, device)
+    residual = torch.randn(3, 40, device=device)
+    short = residual.bfloat16()
+    total, _ = module.few_rows_sum(x, weight, short, dtype=torch.float32)
+    expected, _ = module.few_rows_sum(x, weight, short)
+    assert total.dtype == torch.float32 and torch.equal(total.bfloat16(), expected)
+    assert torch.equal(total.bfloat16().float(), total)
+    rounded, _ = module.few_rows_sum(x, weight, residual, dtype=torch.bfloat16)
+    whole, squares = module.few_rows_sum(x, weight, residual)
+    assert torch.equal(rounded, whole.bfloat16())
+    torch.testing.assert_close(squares.sum(0), whole.square().sum(1))
 
 
 @pytest.mark.slow
@@ -182,7 +195,7 @@ def test_a_norm_follows_a_sum(device):
     """As a layer has them: the sums of squares of one are what the other reads."""
     x, weight = drawn(5, 96, 64, device)
     residual = torch.randn(5, 96, device=device)
-    total, squares = module.few_rows_sum(x, weight, residual, widens=True)
+    total, squares = module.few_rows_sum(x, weight, residual)
     _, weight = drawn(5, 32, 96, device)
     of_norm = torch.rand(96, device=device).bfloat16()
     found = module.few_rows_product(total, weight, norm=RowNorm(squares, of_norm, 1e-5))
@@ -256,7 +269,7 @@ SUMS_PLANTED = {
 def test_faults_of_sums_are_found(fault, device):
     wrong = mutant(module, *SUMS_PLANTED[fault], "_few_rows_product_kernel")
     with pytest.raises(AssertionError):
-        compare_sum(7, 16, 2048, torch.bfloat16, device, wrong, widens=True)
+        compare_sum(7, 16, 2048, torch.bfloat16, device, wrong, wide=True)
 
 
 def test_a_launch_that_splits_leaves_none_as_done(device):

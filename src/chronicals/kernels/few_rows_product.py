@@ -295,6 +295,8 @@ def _few_rows_product_kernel(
                 other=0.0,
             )
             total = residual.to(tl.float32) + total
+            if ROUNDS:
+                total = total.to(kind).to(tl.float32)
         y = total.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + place, y, mask=exists)
         if ADDS:
@@ -313,7 +315,7 @@ def _few_rows_product(
     offset: float,
     activation: str,
     residual: Tensor | None,
-    widens: bool,
+    dtype: torch.dtype,
     tile: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; return the result and its sums of squares, which are empty without them.
@@ -328,7 +330,7 @@ def _few_rows_product(
         offset: that of the norm.
         activation: that of a gated unit, or empty.
         residual: ``[R, N]``, to which the product is added; or None.
-        widens: return the sum in fp32.
+        dtype: of the result.
         tile: the values of ``FewRowsTile``.
     """
     out, out_squares = _results(
@@ -341,7 +343,7 @@ def _few_rows_product(
         offset,
         activation,
         residual,
-        widens,
+        dtype,
         tile,
     )
     launch = FewRowsTile(*tile)
@@ -382,7 +384,7 @@ def _few_rows_product(
         norm_weight is not None,
         activation,
         residual is not None,
-        out.dtype == weight.dtype,
+        residual is not None and residual.dtype == weight.dtype,
         early,
         multiplied_in(weight.dtype),
         launch.rows,
@@ -410,12 +412,11 @@ def _results(
     offset: float,
     activation: str,
     residual: Tensor | None,
-    widens: bool,
+    dtype: torch.dtype,
     tile: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Allocate the results."""
     outputs = len(weight) // 2 if activation else len(weight)
-    dtype = torch.float32 if widens else weight.dtype
     out = weight.new_empty((len(x), outputs), dtype=dtype)
     writers = 0 if residual is None else -(-outputs // FewRowsTile(*tile).outputs)
     return out, x.new_empty((writers, len(x)), dtype=torch.float32)
@@ -466,7 +467,7 @@ def few_rows_product(
     if not takes_few_rows(x, weight):
         return few_rows_product_reference(x, weight, bias, norm=norm, activation=activation)
     tile = tile or few_rows_tile(x, len(weight), activation)
-    return _launched(x, weight, bias, norm, activation, None, False, tile)[0]
+    return _launched(x, weight, bias, norm, activation, None, weight.dtype, tile)[0]
 
 
 def few_rows_sum(
@@ -475,7 +476,7 @@ def few_rows_sum(
     residual: Tensor,
     bias: Tensor | None = None,
     *,
-    widens: bool = False,
+    dtype: torch.dtype | None = None,
     tile: FewRowsTile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Multiply few rows by a weight and add the product to a residual; no gradient.
@@ -483,9 +484,10 @@ def few_rows_sum(
     Args:
         x: ``[R, K]``, in the dtype of the weight.
         weight: ``[N, K]``.
-        residual: ``[R, N]``, in the dtype of the weight or fp32.
+        residual: ``[R, N]``, in fp32, in which product and sum stay then, or in the dtype of the
+            weight, to which both are rounded.
         bias: ``[N]``, or None.
-        widens: keep product and sum in fp32, else both are rounded to the dtype of the weight.
+        dtype: of the result, fp32 or that of the weight; by default that of the residual.
         tile: the launch; by default chosen.
 
     Returns:
@@ -493,9 +495,9 @@ def few_rows_sum(
         ``RowNorm``.
     """
     if not takes_few_rows(x, weight):
-        return few_rows_sum_reference(x, weight, residual, bias, widens=widens)
+        return few_rows_sum_reference(x, weight, residual, bias, dtype=dtype)
     tile = tile or few_rows_tile(x, len(weight))
-    return _launched(x, weight, bias, None, None, residual, widens, tile)
+    return _launched(x, weight, bias, None, None, residual, dtype or residual.dtype, tile)
 
 
 def _launched(
@@ -505,7 +507,7 @@ def _launched(
     norm: RowNorm | None,
     activation: str | None,
     residual: Tensor | None,
-    widens: bool,
+    dtype: torch.dtype,
     tile: FewRowsTile,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator."""
@@ -519,7 +521,7 @@ def _launched(
         0.0 if norm is None else norm.offset,
         activation or "",
         residual,
-        widens,
+        dtype,
         list(astuple(tile)),
     )
     return results
@@ -554,13 +556,10 @@ def few_rows_sum_reference(
     residual: Tensor,
     bias: Tensor | None = None,
     *,
-    widens: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute what ``few_rows_sum`` does in plain torch; all squares are one sum."""
     wide = torch.promote_types(residual.dtype, torch.float32)
-    if widens:
-        product = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-        total = residual.to(wide) + product
-    else:
-        total = (residual.to(wide) + F.linear(x, weight, bias).to(wide)).to(weight.dtype)
+    product = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    total = (residual + product.to(residual.dtype)).to(dtype or residual.dtype)
     return total, total.to(wide).square().sum(1)[None]

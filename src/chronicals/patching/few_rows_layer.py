@@ -122,11 +122,11 @@ def run_few_rows(
     q, k, v = attention.positioned(qkv, tokens)
     attended = attention.attend(q, k, v, tokens).flatten(1)
     weight, bias = _weight(attention.last)
-    x, of_x = few_rows_sum(attended, weight, x, bias, widens=x.dtype == torch.float32)
+    x, of_x = few_rows_sum(attended, weight, x, bias)
     norm = _norm_of(mlp, x, of_x)
     unit = few_rows_product(x, *_weight(mlp.first), norm=norm, activation=mlp.reads.activation)
     weight, bias = _weight(mlp.last)
-    x, of_x = few_rows_sum(unit, weight, x, bias, widens=residual == torch.float32)
+    x, of_x = few_rows_sum(unit, weight, x, bias, dtype=residual)
     out = x.unsqueeze(0)
     squares.keep(out, of_x)
     return out
