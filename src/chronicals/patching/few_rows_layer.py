@@ -30,7 +30,6 @@ from chronicals.patching.halves import (
     MLPHalf,
     PackedTokens,
 )
-from chronicals.quantization import Dense
 
 MOST_WEIGHT_BYTES = 128 << 20
 """Bytes of a layer's weights up to which launches and the kernels beside products are much of its time.
@@ -83,12 +82,10 @@ def runs_few_rows(x: Tensor, attention: FusedHalf, mlp: FusedHalf) -> bool:
         if half.norms.before is None or half.norms.after is not None or half.multiplier != 1.0:
             return False
         for group in (half.first, half.last):
-            base = group.merged.base
-            if any(group.adapters) or not isinstance(base, Dense):
+            weight = group.merged.base.matrix
+            if any(group.adapters) or weight is None or not takes_few_rows(x, weight):
                 return False
-            if not takes_few_rows(x, base.matrix):
-                return False
-            size += base.matrix.nbytes
+            size += weight.nbytes
     return size <= MOST_WEIGHT_BYTES
 
 
@@ -134,9 +131,9 @@ def run_few_rows(
 
 def _weight(group: Group) -> tuple[Tensor, Tensor | None]:
     """Return weight ``[N, K]`` and bias of a dense product."""
-    base = group.merged.base
-    assert isinstance(base, Dense)
-    return base.matrix, group.merged.bias
+    weight = group.merged.base.matrix
+    assert weight is not None
+    return weight, group.merged.bias
 
 
 def _norm_of(half: FusedHalf, x: Tensor, squares: Tensor) -> RowNorm:
