@@ -1,4 +1,4 @@
-"""What attention gave, kept in host memory: the gradients of attention that is computed again."""
+"""What attention gave, kept: the gradients of attention that is computed again."""
 
 import gc
 import weakref
@@ -10,9 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import attention_results, recompute
-from chronicals.memory.attention_results import RESULTS, AttentionResults
+from chronicals.memory.attention_results import (
+    RESULTS,
+    AttentionResults,
+    ResultsOnDevice,
+    SavedTensors,
+)
 from chronicals.models import PresentedModel
-from chronicals.patching import attention_groups, patch_parts, tile_layers
+from chronicals.patching import attention_groups, patch_parts, tile_layers, tiled_layer
 
 LAYERS = 3
 LENGTHS = (7, 1, 12, 5, 7)
@@ -60,6 +65,10 @@ def kept(model, layers=None, smallest=1):
     return AttentionResults(model.get_decoder(), chosen, smallest)
 
 
+def on_device(model):
+    return ResultsOnDevice(layers_of(model))
+
+
 def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -77,26 +86,59 @@ def test_the_gradients_are_the_same_bits(family):
     assert_equal(gradients(model), expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3"])
+def test_results_on_the_device_give_the_same_bits(family):
+    model = tiled(family)
+    expected = gradients(model)
+    with on_device(model):
+        for _ in range(2):
+            assert_equal(gradients(model), expected)
+    assert not any(hasattr(layer, RESULTS) for layer in layers_of(model))
+
+
+def test_results_on_the_device_are_freed_with_their_layers(monkeypatch):
+    """While the loss, and with it the graph, is still there: those of the last layer first."""
+    model = tiled()
+    alive = []
+    usual = SavedTensors.to_save
+
+    def watched(self):
+        tensors = usual(self)
+        alive.append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
+        return tensors
+
+    monkeypatch.setattr(SavedTensors, "to_save", watched)
+
+    def left():
+        gc.collect()
+        return [sum(not memory.expired() for memory in memories) for memories in alive]
+
+    found = []
+    for layer in layers_of(model)[1:]:
+        layer.register_full_backward_pre_hook(lambda *_: found.append(left()))
+    with on_device(model):
+        loss = loss_of(model)
+        each = len(alive[0])
+        assert each >= model.config.num_key_value_heads and left() == [each] * LAYERS
+        loss.backward()
+    assert found == [[each] * LAYERS, [each, each, 0]]
+    assert left() == [0] * LAYERS
+
+
 def test_attention_runs_once_a_step_in_the_layers_that_were_chosen(monkeypatch):
     model = tiled()
     counted = []
-    usual = attention_groups.KeptAttention.forward
-    again = attention_groups.AttentionAgain._with_graph
+    usual = tiled_layer.TiledLayer._attend
     monkeypatch.setattr(
-        attention_groups.KeptAttention,
-        "forward",
-        lambda self, groups: counted.append("kept") or usual(self, groups),
-    )
-    monkeypatch.setattr(
-        attention_groups.AttentionAgain,
-        "_with_graph",
-        lambda self, group: counted.append("again") or again(self, group),
+        tiled_layer.TiledLayer,
+        "_attend",
+        lambda self, group: counted.append(self.results is not None) or usual(self, group),
     )
     with kept(model, layers_of(model)[1:2]):
         gradients(model)
     groups = model.config.num_key_value_heads
-    assert counted.count("kept") == 1
-    assert counted.count("again") == 2 * (LAYERS - 1) * groups
+    assert counted.count(True) == groups
+    assert counted.count(False) == 2 * (LAYERS - 1) * groups
     assert not any(hasattr(layer, RESULTS) for layer in layers_of(model))
 
 
@@ -152,10 +194,11 @@ def test_without_gradients_nothing_is_stored():
         assert results.stored == 0
 
 
-def test_a_graph_can_be_differentiated_again():
+@pytest.mark.parametrize("keep", [kept, on_device])
+def test_a_graph_can_be_differentiated_again(keep):
     model = tiled()
     expected = gradients(model)
-    with kept(model):
+    with keep(model):
         model.zero_grad()
         loss = loss_of(model)
         loss.backward(retain_graph=True)
@@ -165,10 +208,11 @@ def test_a_graph_can_be_differentiated_again():
     assert_equal(found, {name: value for name, value in expected.items() if name != "loss"})
 
 
-def test_passes_that_overlap_have_results_of_their_own():
+@pytest.mark.parametrize("keep", [kept, on_device])
+def test_passes_that_overlap_have_results_of_their_own(keep):
     model = tiled()
     expected = gradients(model)
-    with kept(model):
+    with keep(model):
         losses = [loss_of(model) for _ in range(2)]
         for loss in losses:
             model.zero_grad()

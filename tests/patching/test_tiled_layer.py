@@ -5,8 +5,12 @@ import math
 
 import pytest
 import torch
+import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import choosers
 import families
+from chronicals.kernels import linear_head
 from chronicals.kernels.dropped_products import RepeatedSeeds, draw_seed
 from chronicals.log_once import LOGGED
 from chronicals.lora import LoRAConfig, apply_lora
@@ -14,6 +18,7 @@ from chronicals.memory import enable_gradient_checkpointing, heads_at_a_time, re
 from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
+    head_groups,
     layer_policies,
     patch_parts,
     run_in_fp8,
@@ -23,7 +28,9 @@ from chronicals.patching import (
     untile_layers,
 )
 from chronicals.patching.decoder_layer import FUSED_LAYER, runs
+from chronicals.patching.head_groups import HeadGroup
 from chronicals.quantization import PackedStorage
+from interpreted import kernels_run
 from mutants import mutant
 
 DENSE = [
@@ -48,11 +55,12 @@ def one_key_head_at_a_time(set_constants):
     set_constants(recompute, TILE=7, GROUP_ROWS=1)
 
 
-def fused(family, adapted=True, dropout=0.0, **sizes):
+def fused(family, adapted=True, dropout=0.0, use_dora=False, **sizes):
     """In fp64, with adapters that change something, of which norms and biases are trained, too."""
     model = families.build(family, **sizes).double()
     if adapted:
-        apply_lora(model, LoRAConfig(rank=4, dropout=dropout)).double()
+        config = LoRAConfig(rank=4, dropout=dropout, use_dora=use_dora)
+        apply_lora(model, config).double()
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(p, std=0.1)
@@ -277,53 +285,199 @@ def test_products_in_fp8_run_in_tiles(set_constants):
     assert 0.98 < cosine.item() < 1 - 1e-9
 
 
+@pytest.fixture
+def heads_together(monkeypatch):
+    """Calls a function while queries, keys and values of all heads are made at once."""
+
+    def call(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(head_groups, "divides_heads", lambda half: False)
+            return function()
+
+    return call
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("way", ["full", "adapters", "dropout", "DoRA", "NF4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "mistral"])
+def test_heads_by_groups_are_those_that_are_made_at_once(family, way, heads_together):
+    """With biases, norms of heads, one product for all, windows and softcaps; adapters drop the same
+    elements of a row for each group."""
+    if way == "NF4":
+        model, _ = families.four_bit_pair(family, True)
+        patch_parts(model, whole_layers=True)
+        model.train()
+    else:
+        drops = 0.3 if way in ("dropout", "DoRA") else 0.0
+        model = fused(family, way != "full", drops, use_dora=way == "DoRA")
+    tile_layers(model)
+
+    def found():
+        torch.manual_seed(3)
+        return families.states_and_gradients(model, batch())
+
+    families.assert_same(heads_together(found), found(), 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_by_groups_on_the_kernels(family, heads_together, set_constants):
+    """As they run on a card, with dropout."""
+    set_constants(recompute, TILE=20)
+    model = fused(family, dropout=0.3, num_hidden_layers=1).float()
+    tile_layers(model)
+
+    def found():
+        torch.manual_seed(3)
+        return families.states_and_gradients(model, batch())
+
+    with kernels_run():
+        families.assert_same(heads_together(found), found())
+
+
+@pytest.mark.parametrize(("family", "groups"), [("llama", 2), ("olmo2", 1)])
+def test_one_group_of_heads_exists_at_a_time(family, groups, monkeypatch):
+    """Where heads stand alone; a group's queries are gone when those of the next are made."""
+    model = fused(family, num_hidden_layers=1)
+    tile_layers(model)
+    alive = []
+    usual = HeadGroup.empty.__func__
+
+    def watched(cls, like, tokens, heads):
+        held = [memory for memory in alive if not memory.expired()]
+        made = usual(cls, like, tokens, heads)
+        alive[:] = [*held, StorageWeakRef(made.q.untyped_storage())]
+        most.append(len(alive))
+        return made
+
+    most = []
+    monkeypatch.setattr(HeadGroup, "empty", classmethod(watched))
+    gradients(model)
+    heads = model.config.num_key_value_heads
+    assert max(most) == (1 if groups > 1 else heads)
+    assert len(most) == (3 if groups > 1 else 2) * heads
+
+
+def test_heads_of_latents_are_made_at_once():
+    config = transformers.DeepseekV3Config(**{**choosers.DEEPSEEK, "first_k_dense_replace": 3})
+    model = families.randomise(transformers.DeepseekV3ForCausalLM(config)).double().train()
+    patch_parts(model, whole_layers=True)
+    whole = families.states_and_gradients(model, batch())
+    before = runs.copy()
+    assert tile_layers(model) == 3
+    families.assert_same(whole, families.states_and_gradients(model, batch()), 1e-11)
+    assert runs - before == {FUSED_LAYER: 3}
+
+
+def test_heads_in_fp8_are_made_at_once(set_constants):
+    set_constants(layer_policies, MIN_FP8_WIDTH=16)
+    model = fused("llama", adapted=False).float()
+    layer, anatomy = next(decoder_layer.fused_layers(model))
+    assert head_groups.divides_heads(decoder_layer.halves_of(anatomy, layer)[0])
+    run_in_fp8(model)
+    half, _ = decoder_layer.halves_of(anatomy, layer)
+    assert not head_groups.divides_heads(half)
+    with pytest.raises(NotImplementedError, match="FP8Base does not multiply by dense values"):
+        head_groups.share_of(half, head_groups.HeadRange(slice(0, 2), slice(0, 1)))
+
+
 FAULTS = {
     "the last row of the last tile is lost": (
-        "TiledLayer._heads",
-        "tiles_of(len(x), self.tile)",
-        "tiles_of(len(x) - 1, self.tile)",
+        head_groups,
+        "LayerHeads.__init__",
+        "tiles_of(tokens, tile)",
+        "tiles_of(tokens - 1, tile)",
     ),
     "the last row of the last tile has no gradient": (
+        tiled_layer,
         "TiledLayer._output_gradients",
         "tiles_of(len(x), self.tile)",
         "tiles_of(len(x) - 1, self.tile)",
     ),
     "a group of heads twice": (
-        "TiledLayer._room",
+        head_groups,
+        "ranges_of_heads",
         "slice(start, end)",
         "slice(0, end - start)",
     ),
     "query heads of another group": (
-        "TiledLayer._room",
+        head_groups,
+        "ranges_of_heads",
         "slice(start * repeats, end * repeats)",
         "slice(0, (end - start) * repeats)",
     ),
+    "keys of a group in place of its values": (
+        head_groups,
+        "share_of",
+        "_columns(key_heads, queries + keys, width)",
+        "_columns(key_heads, queries, width)",
+    ),
+    "columns of the first queries in all groups": (
+        head_groups,
+        "share_of",
+        "_columns(heads, 0, width)",
+        "_columns(slice(0, heads.stop - heads.start), 0, width)",
+    ),
+    "adapters of a group's heads are those of other heads": (
+        linear_head,
+        "Adapter.of_rows",
+        "self.b.detach()[rows]",
+        "self.b.detach()[: rows.stop - rows.start]",
+    ),
+    "a group drops other elements than the next": (
+        tiled_layer,
+        "TiledLayer._heads_of",
+        "('heads', rows.start)",
+        "('heads', rows.start, id(attention.first))",
+    ),
     "positions of the first tile in all": (
+        tiled_layer,
         "TiledLayer._heads_of",
         "self.tokens.rows(rows)",
         "self.tokens.rows(slice(0, len(x)))",
     ),
     "a tile's gradients in place of their sum": (
+        tiled_layer,
         "GradientSums._add",
         "total.add_(gradient)",
         "pass",
     ),
     "the residual's gradient is left out": (
+        tiled_layer,
         "TiledLayer._input_gradients",
         "[*gradients, dr[rows]]",
         "[*gradients, torch.zeros_like(dr[rows])]",
     ),
     "gradients of attention by groups in another order": (
+        tiled_layer,
         "TiledLayer.backward",
         "gradients.pop(0)",
         "gradients.pop()",
     ),
     "the residual of the row before": (
+        tiled_layer,
         "TiledLayer._outputs",
         "self.mlp(x, branch, request)",
         "self.mlp(x.roll(1, 0), branch, request)",
     ),
 }
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Lets tiled layers run with a fault in one of their modules."""
+
+    def plant(module, within, old, new):
+        broken = mutant(module, old, new, within)
+        if module is tiled_layer:
+            monkeypatch.setattr(decoder_layer, "run_in_tiles", broken.run_in_tiles)
+        elif module is head_groups:
+            monkeypatch.setattr(tiled_layer, "LayerHeads", broken.LayerHeads)
+            monkeypatch.setattr(tiled_layer, "ranges_of_heads", broken.ranges_of_heads)
+        else:
+            monkeypatch.setattr(module.Adapter, "of_rows", broken.Adapter.of_rows)
+
+    return plant
 
 
 @contextlib.contextmanager
@@ -336,17 +490,26 @@ def deterministic():
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, monkeypatch):
-    within, old, new = FAULTS[fault]
-    broken = mutant(tiled_layer, old, new, within)
-    model = fused("llama")
-    whole = families.states_and_gradients(model, batch())
+def test_planted_faults_are_found(fault, planted, heads_together, monkeypatch):
+    """Against heads that are made at once, with dropout; other faults against a layer in one piece."""
+    drops = fault == "a group drops other elements than the next"
+    one_product = FAULTS[fault][1] == "share_of"  # a linear layer for all heads
+    model = fused("phi3" if one_product else "llama", dropout=0.3 if drops else 0.0)
+
+    def found():
+        torch.manual_seed(3)
+        return families.states_and_gradients(model, batch())
+
+    whole = found()
     tile_layers(model)
-    monkeypatch.setattr(decoder_layer, "run_in_tiles", broken.run_in_tiles)
+    if drops:
+        whole = heads_together(found)
+        families.assert_same(whole, found(), 1e-11)
+    planted(*FAULTS[fault])
     # memory that is not written is NaN, and not by chance what was there before
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with deterministic(), pytest.raises(AssertionError):
-        families.assert_same(whole, families.states_and_gradients(model, batch()))
+        families.assert_same(whole, found())
 
 
 def test_sums_over_tiles_are_in_fp32():

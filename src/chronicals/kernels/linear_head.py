@@ -9,6 +9,7 @@ that logits are one product: ``h Wᵀ + α (h Aᵀ) Bᵀ = [h, α h Aᵀ] [W, B]
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +37,18 @@ class Adapter(NamedTuple):
     scale: float
     dropout: float = 0.0
     magnitude: Tensor | None = None
+
+    def of_rows(self, ranges: Sequence[slice]) -> Adapter:
+        """Return the adapter of some of the layer's outputs, in copies without a graph.
+
+        Args:
+            ranges: the outputs, ascending.
+        """
+        b = torch.cat([self.b.detach()[rows] for rows in ranges])
+        if self.magnitude is None:
+            return self._replace(b=b)
+        magnitude = torch.cat([self.magnitude.detach()[rows] for rows in ranges])
+        return self._replace(b=b, magnitude=magnitude)
 
 
 class Rows(NamedTuple):

@@ -192,6 +192,30 @@ class MergedWeights:
                 return False
         return True
 
+    def of_rows(self, ranges: Sequence[Sequence[slice]]) -> MergedWeights:
+        """Return copies of some outputs of each layer.
+
+        They are for products without gradients, and do not see later changes of the weights.
+
+        Args:
+            ranges: of each layer its rows, ascending.
+        """
+        dense = self.base.of_rows(ranges, self.padding.columns)
+        sizes = tuple(len(part) for part in dense.parts)
+        biases = tuple(
+            None if bias is None else torch.cat([bias.detach()[rows] for rows in own])
+            for bias, own in zip(self.biases, ranges)
+        )
+        return replace(
+            self,
+            storage=dense,
+            base=dense,
+            padding=AdapterPadding.beside(dense, sizes, self.padding.ranks),
+            biases=biases,
+            bias=_as_one(biases),
+            norms=RowNorms(),
+        )
+
     def in_format(self, product_format: ProductFormat) -> MergedWeights:
         """Return a copy whose products run in another format than its dense weight."""
         base = product_format(self.storage.plain_weight, self.padding.up.device)

@@ -1,12 +1,13 @@
-"""Host memory for what attention gave in a forward pass, until the backward pass needs it.
+"""Keeps what attention gave in a forward pass, until the backward pass needs it: on the host or here.
 
 A layer that is recomputed needs attention's output again. The work to compute it grows with the square
 of a document's length, its bytes with the length: of 250,000 tokens the output of an 8B's layer is
 2 GB, which a bus of 55 GB/s copies in 0.04 s beside other work; FlashAttention-2 computes it in 1.6 s on
 an H200.
 
-A result leaves while the rest of its layer runs, and comes back when its layer asks for it. All
-ordering is by streams, without host synchronisation.
+``AttentionResults`` keeps them in host memory. A result leaves while the rest of its layer runs, and
+comes back when its layer asks for it. All ordering is by streams, without host synchronisation.
+``ResultsOnDevice`` leaves them to autograd, which frees them as it frees what it saves.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,80 @@ from chronicals.memory.offload import SMALLEST
 logger = logging.getLogger(__name__)
 
 RESULTS = "_chronicals_attention_results"
-"""Attribute of a layer whose results are kept: the ``AttentionResults``."""
+"""Attribute of a layer whose results are kept: the ``KeptResults``."""
+
+
+class LayerResults(ABC):
+    """Results of one layer in one forward pass."""
+
+    @abstractmethod
+    def to_save(self) -> list[Tensor]:
+        """Return tensors that autograd is to save; they are not held here any more."""
+
+    @abstractmethod
+    def tensors(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results on their device.
+
+        Args:
+            saved: what ``to_save`` returned, as autograd returns it.
+        """
+
+
+class KeptResults(ABC):
+    """Keeps the results of some layers, which store and fetch them. Usable as a context manager.
+
+    Args:
+        layers: the layers.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = tuple(layers)
+        for layer in self.layers:
+            setattr(layer, RESULTS, self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Let the layers compute their results again; those that are stored can still be fetched."""
+        for layer in self.layers:
+            delattr(layer, RESULTS)
+
+    @abstractmethod
+    def store(self, tensors: Sequence[Tensor]) -> LayerResults:
+        """Keep the tensors of a layer."""
+
+
+class ResultsOnDevice(KeptResults):
+    """Keeps results where they are, as tensors that autograd saves."""
+
+    def store(self, tensors: Sequence[Tensor]) -> LayerResults:
+        """Keep the tensors of a layer."""
+        return SavedTensors(tensors)
+
+
+class SavedTensors(LayerResults):
+    """Tensors of a layer that autograd saves.
+
+    Args:
+        tensors: the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self._tensors = list(tensors)
+
+    def to_save(self) -> list[Tensor]:
+        """Return the tensors, and let go of them."""
+        tensors = self._tensors
+        self._tensors = []
+        return tensors
+
+    def tensors(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that autograd saved."""
+        return list(saved)
 
 
 class CopyStreams(NamedTuple):
@@ -36,8 +111,8 @@ class CopyStreams(NamedTuple):
     back: torch.cuda.Stream
 
 
-class AttentionResults:
-    """Keeps the results of some layers. Usable as a context manager.
+class AttentionResults(KeptResults):
+    """Keeps results in host memory.
 
     Args:
         decoder: the decoder; when its forward pass ends, the last result has left the device.
@@ -51,7 +126,7 @@ class AttentionResults:
     def __init__(
         self, decoder: nn.Module, layers: Sequence[nn.Module], smallest: int | None = None
     ):
-        self.layers = tuple(layers)
+        super().__init__(layers)
         self.smallest = SMALLEST if smallest is None else smallest
         self.stored = 0
         self._free: dict[int, list[Tensor]] = {}
@@ -60,21 +135,12 @@ class AttentionResults:
         self._leaving: StoredTensors | None = None
         self._new_bytes = 0
         self._new_seconds = 0.0
-        for layer in self.layers:
-            setattr(layer, RESULTS, self)
         self._hook = decoder.register_forward_hook(self._pass_ended, always_call=True)
-
-    def __enter__(self) -> AttentionResults:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def remove(self) -> None:
         """Let the layers compute their results again; those that are stored can still be fetched."""
+        super().remove()
         self._hook.remove()
-        for layer in self.layers:
-            delattr(layer, RESULTS)
         self._settle()
         self._free = {}
 
@@ -135,7 +201,7 @@ class AttentionResults:
             self._leaving = None
 
 
-class StoredTensors:
+class StoredTensors(LayerResults):
     """Tensors of a layer in host memory; those that are small stay on the device.
 
     Args:
@@ -174,7 +240,11 @@ class StoredTensors:
         if missing:  # they leave all at once
             self._copy(to_host=False)
 
-    def tensors(self) -> list[Tensor]:
+    def to_save(self) -> list[Tensor]:
+        """Return nothing, since the tensors stay here."""
+        return []
+
+    def tensors(self, saved: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return the tensors on the device, and keep the host's copies alone."""
         self.fetch()
         found = list(self._here)

@@ -181,8 +181,9 @@ class Estimate:
         moved_inputs: of layers that run in tiles, number of those whose inputs are in host memory;
             None where inputs are not offloaded.
         result: of a layer that runs in tiles, bytes that attention gives for the backward pass.
-        kept_results: number of layers whose results are in host memory; the others compute them
-            again.
+        kept_results: number of layers whose results are kept; the others compute them again.
+        results_here: number of these whose results stay on the card; those of others are in host
+            memory.
     """
 
     fixed: int
@@ -204,6 +205,12 @@ class Estimate:
     moved_inputs: int | None = None
     result: int = 0
     kept_results: int = 0
+    results_here: int = 0
+
+    @property
+    def results_away(self) -> int:
+        """Number of layers whose results are in host memory."""
+        return self.kept_results - self.results_here
 
     def moving_inputs(self, most: int) -> Estimate:
         """Return the estimate with as few inputs of layers in host memory as fit the card needs.
@@ -218,6 +225,14 @@ class Estimate:
             if fewer.needed(LAYERS) <= RESERVE * self.total:
                 return fewer
         return replace(self, moved_inputs=most)
+
+    def keeping_results(self) -> Estimate:
+        """Return the estimate with results of attention on the card, of as many layers as fit."""
+        for count in range(self.layers, 0, -1):
+            more = replace(self, kept_results=count, results_here=count)
+            if more.needed(LAYERS) <= RESERVE * self.total:
+                return more
+        return self
 
     def beside(self, name: str, size: int) -> Estimate:
         """Return the estimate with further bytes that exist all the time."""
@@ -287,8 +302,16 @@ class Estimate:
 
         Returns:
             Those of all layers at the loss, those of the layers before the last one in its backward
-            pass, and those of the layers before the first one in its.
+            pass, and those of the layers before the first one in its. Results of attention are freed
+            with their layer, which holds them beside what it computes.
         """
+        results = self.results_here * self.result
+        of_first = self.result if self.results_here == self.layers else 0
+        saved, before_last, before_first = self._without_results(cheap, again)
+        return saved + results, before_last + results, before_first + of_first
+
+    def _without_results(self, cheap: str, again: int) -> tuple[int, int, int]:
+        """Return what ``_activations`` does, without results of attention on the GPU."""
         whole_layers = cheap == LAYERS or again == self.layers
         saved = again * self.kept[LAYERS] + (self.layers - again) * self.kept[cheap]
         if self.moved_inputs:
@@ -347,9 +370,12 @@ class Estimate:
         (``ActivationOffload.take``); that of a layer's input is known here, of others only their
         sum. Inputs of layers that run in tiles are in one memory without gaps.
         """
-        if self.moved_inputs:
-            results = {RESULTS_AWAY: self.kept_results * self.result} if self.kept_results else {}
-            return {**self.away, OFFLOADED: self.moved_inputs * self.kept[LAYERS], **results}
+        if self.moved_inputs is not None:
+            parts = {
+                OFFLOADED: self.moved_inputs * self.kept[LAYERS],
+                RESULTS_AWAY: self.results_away * self.result,
+            }
+            return {**self.away, **{name: size for name, size in parts.items() if size}}
         if not self.window:
             return dict(self.away)
         whole = self.layers if cheap == LAYERS else again

@@ -1,9 +1,10 @@
 """Attention of a layer in groups of heads, once in the forward pass and again, or not, in the backward.
 
-``AttentionAgain`` computes it again. ``KeptAttention`` keeps what it gave in host memory
-(``memory.attention_results``), and of its graph what cannot be computed from the layer's input, such as
-FlashAttention's log-sum-exp; queries, keys and values are computed again, and take the places of
-those that the graph was made with.
+``AttentionAgain`` computes it again when the backward pass begins. ``KeptAttention`` keeps what it gave
+(``memory.attention_results``). Either holds, of a group's graph, what cannot be computed
+from the layer's input: attention's output and, as an example, FlashAttention's log-sum-exp. Queries,
+keys and values are made again for the group whose gradients are computed, and take the places of those
+that the graph was made with.
 """
 
 from __future__ import annotations
@@ -12,192 +13,151 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from chronicals.memory.attention_results import AttentionResults, StoredTensors
-
-
-class HeadGroup(NamedTuple):
-    """Queries, keys and values of some heads, ``[T, ..., W]``, or their gradients.
-
-    Attributes:
-        heads: which of the query heads they are.
-        key_heads: which of the key heads.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    heads: slice
-    key_heads: slice
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
-        return self.q, self.k, self.v
-
-    def write(self, rows: slice, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the group's share of the heads of some rows."""
-        self.q[rows] = q[:, self.heads]
-        self.k[rows] = k[:, self.key_heads]
-        self.v[rows] = v[:, self.key_heads]
-
+from chronicals.memory.attention_results import KeptResults, LayerResults
+from chronicals.patching.head_groups import HeadGroup, LayerHeads
 
 AttendGroup = Callable[[HeadGroup], Tensor]
 """A function that returns what attention gives for a group, ``[T, n, W]``."""
 
-Gradients = Callable[[Any, Tensor, Sequence[Tensor]], list[Tensor]]
+Gradients = Callable[[GradientEdge, Tensor, Sequence[Tensor]], list[Tensor]]
 """A function that returns gradients of some inputs.
 
-Its arguments are the output, a tensor or its edge in the graph, the output's gradient, and the inputs.
+Its arguments are the output's edge in the graph, the output's gradient, and the inputs.
 """
 
 
-class Attended(ABC):
-    """A group in the backward pass.
+@dataclass(frozen=True)
+class Attended:
+    """What attention gave for a group, in the backward pass.
 
     Attributes:
-        value: what attention gave, ``[T, n, W]``, without a graph.
+        value: the output, ``[T, n, W]``, without a graph.
+        graph: its graph.
+        others: further tensors that the graph needs.
     """
 
     value: Tensor
+    graph: AttentionGraph
+    others: Sequence[Tensor]
 
-    @abstractmethod
-    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
-        """Return the gradients of queries, keys and values, given that of ``value``."""
+    def gradients(self, of_output: Tensor, group: HeadGroup, find: Gradients) -> HeadGroup:
+        """Return the gradients of queries, keys and values.
+
+        Args:
+            of_output: gradient of ``value``.
+            group: queries, keys and values.
+            find: computes gradients.
+        """
+        with self.graph.given(group.tensors, self.value, self.others):
+            dq, dk, dv = find(self.graph.output, of_output, self.graph.inputs)
+        return group._replace(q=dq, k=dk, v=dv)
 
 
 class GroupAttention(ABC):
-    """Attention of a layer's groups, for one forward pass and the backward passes through it."""
-
-    @abstractmethod
-    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
-        """Return what attention gives for each group; groups leave the list as they are done."""
-
-    @abstractmethod
-    def backward_begins(self) -> None:
-        """Fetch what is not computed again; it is needed once the groups were."""
-
-    @abstractmethod
-    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
-        """Return the groups for the backward pass, given queries, keys and values again."""
-
-
-# --- computed again ---
-
-
-class AttentionAgain(GroupAttention):
-    """Attention is computed again in the backward pass.
+    """Attention of a layer's groups, for one forward pass and the backward passes through it.
 
     Args:
-        attend: the function.
+        attend: computes attention of a group.
     """
 
     def __init__(self, attend: AttendGroup):
         self._attend = attend
 
-    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
+    @abstractmethod
+    def forward(self, heads: LayerHeads) -> list[Tensor]:
+        """Return what attention gives for each group, ``[T, n, W]``."""
+
+    def to_save(self) -> list[Tensor]:
+        """Return what autograd is to save of the forward pass; it is asked once."""
+        return []
+
+    @abstractmethod
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
+        """Return the groups for a backward pass, which takes the heads once more.
+
+        Args:
+            heads: queries, keys and values.
+            saved: what autograd saved.
+        """
+
+
+class AttentionAgain(GroupAttention):
+    """Attention that the backward pass computes again."""
+
+    def forward(self, heads: LayerHeads) -> list[Tensor]:
         """Return what attention gives for each group."""
+        return [self._value(heads.take(place)) for place in range(len(heads))]
+
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
+        """Compute attention of each group again."""
         found = []
-        while groups:
-            found.append(self._with_graph(groups.pop(0)).detach())
+        for place in range(len(heads)):
+            graph, value, others = AttentionGraph.of(heads.look(place), self._attend)
+            found.append(Attended(value, graph, others))
         return found
 
-    def backward_begins(self) -> None:
-        """Fetch nothing."""
+    def _value(self, group: HeadGroup) -> Tensor:
+        """Return what attention gives for a group.
 
-    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
-        """Return the groups with the graphs of their attention."""
-        return [_AttendedAgain(group, self._with_graph(group)) for group in groups]
-
-    def _with_graph(self, group: HeadGroup) -> Tensor:
-        """Return what attention gives for a group, with its graph.
-
-        There is a graph in the forward pass, too, which nobody keeps: with it the backend is that
-        of the recomputation. What it saves stays on the card, whatever hooks the caller has for
-        saved tensors. A tensor that such hooks return as it is would keep its own graph alive.
+        It is computed with a graph, which nobody keeps: with it the backend is that of the
+        recomputation. What the graph saves stays on the card, whatever hooks the caller has for saved
+        tensors. A tensor that such hooks return as it is would keep its own graph alive.
         """
+        for tensor in group.tensors:
+            tensor.requires_grad_()
         with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, _as_it_is):
-            return self._attend(group)
-
-
-class _AttendedAgain(Attended):
-    def __init__(self, group: HeadGroup, output: Tensor):
-        self.value = output.detach()
-        self._group = group
-        self._output = output
-
-    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
-        dq, dk, dv = find(self._output, of_output, self._group.tensors)
-        return self._group._replace(q=dq, k=dk, v=dv)
+            return self._attend(group).detach()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- kept ---
-
-
 class KeptAttention(GroupAttention):
-    """Attention whose results are kept in host memory, with what its graph needs.
+    """Attention whose results are kept, with what their graphs need.
 
     Args:
-        attend: the function.
-        results: the host memory.
+        attend: computes attention of a group.
+        results: keeps them.
     """
 
-    def __init__(self, attend: AttendGroup, results: AttentionResults):
-        self._attend = attend
+    def __init__(self, attend: AttendGroup, results: KeptResults):
+        super().__init__(attend)
         self._results = results
         self._graphs: list[AttentionGraph] = []
-        self._stored: StoredTensors
+        self._stored: LayerResults
 
-    def forward(self, groups: list[HeadGroup]) -> list[Tensor]:
-        """Return what attention gives for each group, and begin to copy that to the host."""
+    def forward(self, heads: LayerHeads) -> list[Tensor]:
+        """Return what attention gives for each group, and keep that."""
         found = []
         kept: list[Tensor] = []
-        while groups:
-            graph, value, others = AttentionGraph.of(groups.pop(0), self._attend)
+        for place in range(len(heads)):
+            graph, value, others = AttentionGraph.of(heads.take(place), self._attend)
             self._graphs.append(graph)
             found.append(value)
             kept += [value, *others]
         self._stored = self._results.store(kept)
         return found
 
-    def backward_begins(self) -> None:
-        """Begin to copy the results back."""
-        self._stored.fetch()
+    def to_save(self) -> list[Tensor]:
+        """Return the results that autograd is to save."""
+        return self._stored.to_save()
 
-    def attended(self, groups: Sequence[HeadGroup]) -> list[Attended]:
-        """Return the groups with what was kept of their attention."""
-        kept = self._stored.tensors()
+    def attended(self, heads: LayerHeads, saved: Sequence[Tensor]) -> list[Attended]:
+        """Return what was kept of the groups."""
+        kept = iter(self._stored.tensors(saved))
         found: list[Attended] = []
-        for group, graph in zip(groups, self._graphs, strict=True):
-            value = kept.pop(0)
-            others = [kept.pop(0) for _ in range(graph.others)]
-            found.append(_AttendedBefore(group, graph, value, others))
+        for graph in self._graphs:
+            value = next(kept)
+            others = [next(kept) for _ in range(graph.others)]
+            found.append(Attended(value, graph, others))
         return found
-
-
-class _AttendedBefore(Attended):
-    def __init__(
-        self, group: HeadGroup, graph: AttentionGraph, value: Tensor, others: list[Tensor]
-    ):
-        self.value = value
-        self._group = group
-        self._graph = graph
-        self._others = others
-
-    def gradients(self, of_output: Tensor, find: Gradients) -> HeadGroup:
-        own = [tensor.detach() for tensor in self._group.tensors]
-        with self._graph.given(own, self.value, self._others):
-            dq, dk, dv = find(self._graph.output, of_output, self._graph.inputs)
-        return self._group._replace(q=dq, k=dk, v=dv)
 
 
 class AttentionGraph:

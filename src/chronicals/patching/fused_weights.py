@@ -12,6 +12,7 @@ weight to the device for the call.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -114,6 +115,22 @@ class Group:
         self.amax = Amax() if wants_amax else None
         self.gradient_amax = Amax() if wants_amax else None
 
+    def of_rows(self, rows: Sequence[slice]) -> Group:
+        """Return the group with some of its outputs alone, whose product has no gradient.
+
+        Args:
+            rows: ascending ranges of the outputs of all layers side by side, with some of each layer.
+        """
+        within = ranges_within(rows, self.merged.sizes)
+        group = copy.copy(self)
+        group.merged = self.merged.of_rows(within)
+        group.adapters = [
+            None if adapter is None else adapter.of_rows(own)
+            for adapter, own in zip(self.adapters, within)
+        ]
+        group.amax = group.gradient_amax = None
+        return group
+
     def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
         """Return the cells for x ``[rows, in]`` and for the gradient, for kernels that make these.
 
@@ -161,6 +178,23 @@ class Group:
             output_is_saved=output_is_saved,
             dtype=dtype,
         )
+
+
+def ranges_within(ranges: Sequence[slice], sizes: Sequence[int]) -> list[list[slice]]:
+    """Return what ascending ranges cover of each part, counted from the part's own beginning.
+
+    Args:
+        ranges: the ranges.
+        sizes: sizes of the parts, which lie side by side.
+    """
+    found = []
+    begin = 0
+    for size in sizes:
+        end = begin + size
+        shares = [slice(max(r.start, begin) - begin, min(r.stop, end) - begin) for r in ranges]
+        found.append([share for share in shares if share.start < share.stop])
+        begin = end
+    return found
 
 
 class GroupProduct(PackedProduct):

@@ -41,6 +41,10 @@ TILES = "_chronicals_tiles"
 """Attribute of a layer whose MLP takes its rows in tiles."""
 
 OUTPUT_PROJECTION = ("o_proj",)
+
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Names of the children that norm queries and keys."""
+
 QUERY_UP_PROJECTION = ("q_b_proj",)
 KEY_VALUE_UP_PROJECTION = ("kv_b_proj",)
 """Names of the children of latent attention that make queries, keys and values from latents."""
@@ -238,6 +242,9 @@ class AttentionHalf(FusedHalf):
         reads: how the attention module is read.
         dtype: dtype of its input; by default that of its weights.
         latent_norms: norms of latents, in place of those of heads.
+
+    Attributes:
+        counts: H and K.
     """
 
     def __init__(
@@ -255,9 +262,12 @@ class AttentionHalf(FusedHalf):
             (attention, names, Group(attention, names))
             for names in (reads.products, OUTPUT_PROJECTION)
         ]
+        # two fields of a ModelShape, without building one each time that a layer runs
+        config = attention.config
+        self.counts: tuple[int, int] = (config.num_attention_heads, config.num_key_value_heads)
         inner_norms = list(latent_norms)
         if reads.head_norms is not None:
-            inner_norms = [attention.q_norm, attention.k_norm]
+            inner_norms = [getattr(attention, name) for name in HEAD_NORMS]
         super().__init__(layer, norms, products, inner_norms, [attention], dtype)
 
     def __call__(
@@ -380,11 +390,9 @@ class AttentionHalf(FusedHalf):
         width = self.attention.head_dim
         interleaved = self.reads.interleaved
         head_norms = self.reads.head_norms
-        config = self.attention.config
         padding = self.first.padding
         amax = self.first.amaxes(len(qkv))[1]
-        # two fields of a ModelShape, without building one each time that a layer runs
-        heads = (config.num_attention_heads, config.num_key_value_heads)
+        heads = self.counts
         if head_norms is None and getattr(self.attention, "use_rope", True):
             return fused_qkv_rope(qkv, cos, sin, heads, interleaved, padding, amax)
         if head_norms is None:
@@ -448,6 +456,7 @@ class LatentHalf(AttentionHalf):
         self.key_value_up = Group(attention, KEY_VALUE_UP_PROJECTION)
         up_products.append((attention, KEY_VALUE_UP_PROJECTION, self.key_value_up))
         super().__init__(layer, attention, norms, reads, dtype, latent_norms)
+        self.counts = (self.counts[0], self.counts[0])  # each query head has a key head
         for _, _, group in up_products:
             if group.dtype != self.first.dtype:
                 raise Unmerged("the weights of its products differ in dtype")

@@ -2,21 +2,26 @@
 
 Everything but attention works row by row: norms, products with their adapters, rotation, the gated
 unit. It runs on a tile of rows at a time in both passes (``memory.rows_of_tile``; sequence tiling,
-Bekman et al., 2025), attention on a few key heads with their queries at a time. A layer keeps its
-input. The backward pass is, for the gradient dy of the output:
+Bekman et al., 2025). Attention runs on a few key heads with their queries at a time, which are made
+just before it (``head_groups``). A layer keeps its input. The backward pass is, for the gradient dy of
+the output:
 
-    q, k, v = heads(x)                           by tiles
-    a = attend(q, k, v)                          by groups of heads, or fetched from host memory
-    dr, da = gradients of outputs(x, a) at dy    by tiles; r is the residual, x
-    dq, dk, dv = gradients of a at da            by groups; each group is freed then
-    dx = gradient of heads(x) at dq, dk, dv, dr  by tiles
+    for each group of heads                           unless a was kept
+        q, k, v = heads(x)                            by tiles
+        a = attend(q, k, v)
+    dr, da = gradients of outputs(x, a) at dy         by tiles; r is the residual, x
+    for each group of heads
+        q, k, v = heads(x)                            by tiles
+        dq, dk, dv = gradients of a at da             the group's q, k, v, a and da are freed then
+    dx = gradient of heads(x) at dq, dk, dv, dr       by tiles, for all heads
 
 Gradients of weights and adapters are summed over the tiles in fp32. All other sums are those of the
-layer in one piece. Weights that are dequantised are dequantised once a pass, for all tiles.
+layer in one piece. Weights that are dequantised are dequantised once a pass, for all tiles and groups.
 
-For each token the backward pass holds at most x, dy and dr, queries, keys, values, attention's
-output and its gradient: 3 D + 3 H W + 2 K W elements, beside those of a tile and of a group
-(``memory.tiled_layers``).
+For each token the backward pass holds at most x, dy and dr, and the larger one of attention's output
+with its gradient, and the gradients of queries, keys and values: 3 D + max(2 H, H + 2 K) W elements,
+beside those of a tile and of a group. Where heads are not made by groups, queries, keys and values of
+all are there, too (``memory.tiled_layers``).
 
 Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W head width.
 """
@@ -35,15 +40,11 @@ from torch.autograd.graph import GradientEdge
 
 from chronicals.kernels.dropped_products import RepeatedSeeds
 from chronicals.kernels.launch import differentiable_once, with_padding
-from chronicals.memory import heads_at_a_time, recomputation, rows_of_tile, tiles_of
-from chronicals.memory.attention_results import RESULTS, AttentionResults
-from chronicals.patching.attention_groups import (
-    AttentionAgain,
-    GroupAttention,
-    HeadGroup,
-    KeptAttention,
-)
+from chronicals.memory import recomputation, rows_of_tile, tiles_of
+from chronicals.memory.attention_results import RESULTS, KeptResults
+from chronicals.patching.attention_groups import AttentionAgain, GroupAttention, KeptAttention
 from chronicals.patching.halves import AttentionHalf, GradientRequest, MLPHalf, PackedTokens
+from chronicals.patching.head_groups import HeadGroup, LayerHeads, ranges_of_heads
 
 TILES_LAYER = "_chronicals_tiles_layer"
 """Attribute of a layer that runs in tiles as a whole."""
@@ -58,8 +59,7 @@ class TiledLayer:
         mlp: the MLP half.
         tokens: positions of the rows, and how they attend.
         tile: rows of a tile.
-        results: host memory that keeps what attention gives for the backward pass; None to compute
-            it again.
+        results: keeps what attention gives for the backward pass; None to compute it again.
         seeds: of the adapters' dropout, the same in each pass.
     """
 
@@ -67,11 +67,11 @@ class TiledLayer:
     mlp: MLPHalf
     tokens: PackedTokens
     tile: int
-    results: AttentionResults | None = None
+    results: KeptResults | None = None
     seeds: RepeatedSeeds = field(default_factory=RepeatedSeeds)
 
     @cached_property
-    def groups(self) -> GroupAttention:
+    def attention_of_groups(self) -> GroupAttention:
         """Attention of the groups of heads."""
         if self.results is None:
             return AttentionAgain(self._attend)
@@ -81,35 +81,41 @@ class TiledLayer:
         """Return the layer's output, ``[T, D]``, for its input x."""
         y = torch.empty_like(x)
         with self._weights_made_once():
-            attended = self.groups.forward(self._heads(x))
+            attended = self.attention_of_groups.forward(self._heads(x))
             for rows in tiles_of(len(x), self.tile):
                 y[rows] = self._outputs(rows, x[rows], self._rows_of(attended, rows))
         return y
 
     def backward(
-        self, x: Tensor, dy: Tensor, trained: Sequence[Tensor], needs_x: bool
+        self,
+        x: Tensor,
+        dy: Tensor,
+        saved: Sequence[Tensor],
+        trained: Sequence[Tensor],
+        needs_x: bool,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of x and of the trained parameters; None for what has none.
 
         Args:
             x: ``[T, D]``.
             dy: gradient of the output, ``[T, D]``.
+            saved: what autograd saved of attention.
             trained: trained parameters of the layer.
             needs_x: x has a gradient.
         """
         sums = GradientSums(trained)
         with self._weights_made_once(), recomputation():
-            self.groups.backward_begins()
-            attended = self.groups.attended(self._heads(x))
-            dr, gradients = self._output_gradients(x, dy, [group.value for group in attended], sums)
+            heads = self._heads(x)
+            attended = self.attention_of_groups.attended(heads, saved)
+            dr, gradients = self._output_gradients(x, dy, [each.value for each in attended], sums)
             if not needs_x and not self._trains_heads():
                 return None, sums.totals
             of_heads: list[HeadGroup] = []
-            while attended:
+            for place in range(len(heads)):
                 # what a group holds is freed before the next one allocates
-                group = attended.pop(0)
-                of_heads.append(group.gradients(gradients.pop(0), sums.of))
-                del group
+                given = attended.pop(0)
+                of_heads.append(given.gradients(gradients.pop(0), heads.take(place), sums.of))
+                del given
             self._input_gradients(x, of_heads, dr, needs_x, sums)
         return (dr if needs_x else None), sums.totals
 
@@ -123,46 +129,30 @@ class TiledLayer:
                 stack.enter_context(group.merged.base.made_once())
             yield
 
-    @torch.no_grad()
-    def _heads(self, x: Tensor) -> list[HeadGroup]:
-        """Return queries, keys and values of all rows by groups of heads."""
-        groups: list[HeadGroup] = []
-        for rows in tiles_of(len(x), self.tile):
-            q, k, v, _ = self._heads_of(rows, x[rows])
-            if not groups:
-                groups = self._room(q, k, v, len(x))
-            for group in groups:
-                group.write(rows, q, k, v)
-        for tensor in (tensor for group in groups for tensor in group.tensors):
-            tensor.requires_grad_()
-        return groups
+    def _heads(self, x: Tensor) -> LayerHeads:
+        """Return queries, keys and values of all rows for one pass."""
+
+        def of_rows(attention: AttentionHalf, rows: slice) -> Sequence[Tensor]:
+            q, k, v, _ = self._heads_of(attention, rows, x[rows])
+            return q, k, v
+
+        ranges = ranges_of_heads(len(x), *self.attention.counts, self.tokens.together)
+        return LayerHeads.of(self.attention, ranges, of_rows, len(x), self.tile)
 
     def _heads_of(
-        self, rows: slice, x: Tensor, skip_output: bool = False
+        self, attention: AttentionHalf, rows: slice, x: Tensor, skip_output: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return queries, keys, values and the residual of some rows, whose inputs are x."""
-        with self.seeds.of(("heads", rows.start)):
-            return self.attention.heads(x, self.tokens.rows(rows), GradientRequest(), skip_output)
+        """Return queries, keys, values and the residual of some rows.
 
-    def _room(self, q: Tensor, k: Tensor, v: Tensor, tokens: int) -> list[HeadGroup]:
-        """Return empty groups for the heads of ``tokens`` rows, of which some are given."""
-        heads = q.shape[1]
-        key_heads = k.shape[1]
-        repeats = heads // key_heads
-        step = heads_at_a_time(tokens, heads, key_heads, self.tokens.together)
-        groups = []
-        for start in range(0, key_heads, step):
-            end = min(start + step, key_heads)
-            groups.append(
-                HeadGroup(
-                    q.new_empty((tokens, (end - start) * repeats, q.shape[2])),
-                    k.new_empty((tokens, end - start, k.shape[2])),
-                    v.new_empty((tokens, end - start, v.shape[2])),
-                    slice(start * repeats, end * repeats),
-                    slice(start, end),
-                )
-            )
-        return groups
+        Args:
+            attention: the attention half, or its share of some heads; adapters drop the same elements
+                of a row in each.
+            rows: the rows.
+            x: their inputs.
+            skip_output: only the backward pass is wanted.
+        """
+        with self.seeds.of(("heads", rows.start)):
+            return attention.heads(x, self.tokens.rows(rows), GradientRequest(), skip_output)
 
     def _attend(self, group: HeadGroup) -> Tensor:
         """Return what attention gives for a group, ``[T, n, W]``."""
@@ -223,7 +213,7 @@ class TiledLayer:
         for rows in tiles_of(len(x), self.tile):
             tile = x[rows].detach().requires_grad_(needs_x)
             with torch.enable_grad():
-                *heads, residual = self._heads_of(rows, tile, skip_output=True)
+                *heads, residual = self._heads_of(self.attention, rows, tile, skip_output=True)
             gradients = [
                 torch.cat([part[rows] for part in parts], 1)
                 for parts in zip(*(group.tensors for group in of_heads))
@@ -256,15 +246,11 @@ class GradientSums:
         self.trained = list(trained)
         self.totals: list[Tensor | None] = [None] * len(self.trained)
 
-    def of(
-        self, output: Tensor | GradientEdge, gradient: Tensor, inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def of(self, output: GradientEdge, gradient: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Add the gradients of the parameters at an output, and return those of ``inputs``.
 
-        An output that is given by its edge can be differentiated again.
+        The output is given by its edge in the graph, and can be differentiated again.
         """
-        if isinstance(output, Tensor):
-            return self._add([output], [gradient], inputs)
         return self._add([output], [gradient], inputs, again=True)
 
     def add(
@@ -312,15 +298,17 @@ class _TiledLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, made: TiledLayer, *trained: Tensor) -> Tensor:
         ctx.made = made
         ctx.trained = trained
-        ctx.save_for_backward(x)
-        return made.forward(x.squeeze(0)).unsqueeze(0)
+        y = made.forward(x.squeeze(0)).unsqueeze(0)
+        ctx.save_for_backward(x, *made.attention_of_groups.to_save())
+        return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[0]
-        dx, of_trained = ctx.made.backward(x.squeeze(0), dy.squeeze(0), ctx.trained, needs_x)
+        x, *saved = ctx.saved_tensors
+        dx, of_trained = ctx.made.backward(
+            x.squeeze(0), dy.squeeze(0), saved, ctx.trained, ctx.needs_input_grad[0]
+        )
         return (None if dx is None else dx.unsqueeze(0)), None, *of_trained
 
 

@@ -52,44 +52,42 @@ class OffloadActivations(Policy):
         if not decision.runs or memory.moved_inputs is None:
             return decision
         count = memory.moved_inputs
-        if count == 0:
-            return Decision(self.name, False, "the inputs of all layers fit the card")
-        size = count * memory.kept[LAYERS] / GIB
-        words = f"{decision.reason}: inputs of {count} of {memory.layers} layers, {size:.2f} GiB"
-        results = memory.kept_results
+        results = memory.results_away
+        parts = []
+        if count:
+            size = count * memory.kept[LAYERS] / GIB
+            parts.append(f"inputs of {count} of {memory.layers} layers, {size:.2f} GiB")
         if results:
             size = results * memory.result / GIB
-            words += f", and attention's results of {results}, {size:.2f} GiB"
+            parts.append(f"attention's results of {results}, {size:.2f} GiB")
+        if not parts:
+            return Decision(self.name, False, "the inputs of all layers fit the card")
+        words = f"{decision.reason}: {', and '.join(parts)}"
         return replace(decision, reason=words, layers=count, results=results)
 
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
-        """Return ``work`` with the copies of what a forward pass keeps, as far as it moves.
-
-        Attention whose results are among them is not computed again.
-        """
+        """Return ``work`` with the copies of what a forward pass keeps, as far as it moves."""
         memory = work.memory
         if memory.moved_inputs is None:
             return replace(work, offloaded=work.offloaded + work.kept)
-        moved = memory.moved_inputs * memory.kept[LAYERS] + memory.kept_results * memory.result
-        spared = memory.kept_results / memory.layers * work.forward.scores
-        backward = replace(work.backward, scores=work.backward.scores - spared)
-        return replace(work, offloaded=work.offloaded + moved, backward=backward)
+        moved = memory.moved_inputs * memory.kept[LAYERS] + memory.results_away * memory.result
+        return replace(work, offloaded=work.offloaded + moved)
 
     def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
         """Return the context that moves saved tensors of the decoder, or inputs of some layers.
 
-        Beside inputs, results of attention are kept as far as was decided.
+        Results of attention of the first layers are moved as far as was decided; those of the last
+        ones may stay on the card (``tiled_layers``).
         """
         decoder = model.get_decoder()
-        if not decision.layers:
+        if not decision.layers and not decision.results:
             return ActivationOffload(decoder)
         layers = decoder_layers(model)
-        inputs = InputOffload(decoder, spread(layers, decision.layers))
-        if not decision.results:
-            return inputs
         around = ExitStack()
-        around.enter_context(inputs)
-        around.enter_context(AttentionResults(decoder, spread(layers, decision.results)))
+        if decision.layers:
+            around.enter_context(InputOffload(decoder, spread(layers, decision.layers)))
+        if decision.results:
+            around.enter_context(AttentionResults(decoder, layers[: decision.results]))
         return around
 
     def addition(self, running: Running) -> Decision | None:

@@ -189,13 +189,18 @@ def _estimated(facts: Facts, frees: bool) -> Estimate:
         memory = memory.renamed(PACKED_WEIGHTS, f"weights in {' and '.join(formats)}")
     for name, held in facts.frozen_models.items():
         memory = memory.beside(f"{name}, frozen", held.size)
-    if load.step.layer_tiles is not None and load.step.offloads:
+    if load.step.layer_tiles is None:
+        return memory
+    if load.step.offloads:
         memory = memory.moving_inputs(layers_away(facts, memory, memory.kept[LAYERS]))
-        # A plan does not know the host, and counts on no room for what only saves time.
-        if memory.moved_inputs and not facts.planned and keeps_results(facts, load.step):
-            count = layers_away(facts, memory, memory.result)
-            memory = replace(memory, kept_results=count)
-    return memory
+    if not keeps_results(facts, load.step):
+        return memory
+    memory = memory.keeping_results()
+    # A plan does not know the host, and counts on no room for what only saves time.
+    if not load.step.offloads or facts.planned:
+        return memory
+    count = memory.results_here + layers_away(facts, memory, memory.result)
+    return replace(memory, kept_results=min(memory.layers, count))
 
 
 def layers_away(facts: Facts, memory: Estimate, each: int) -> int:
@@ -211,7 +216,7 @@ def layers_away(facts: Facts, memory: Estimate, each: int) -> int:
     free = None if facts.planned else available_memory()
     if free is None:
         return memory.layers
-    taken = memory.in_host_memory(LAYERS) if memory.moved_inputs else memory.away
+    taken = memory.in_host_memory(LAYERS)
     room = int(HOST_SHARE * free / processes_here(facts)) - sum(taken.values())
     return min(memory.layers, max(room, 0) // max(each, 1))
 
@@ -226,7 +231,7 @@ def processes_here(facts: Facts) -> int:
 
 
 def keeps_results(facts: Facts, step: StepShape) -> bool:
-    """Return whether layers in tiles keep what attention gives, where there is host memory for it.
+    """Return whether layers in tiles keep what attention gives, where there is memory for it.
 
     That is little beside what the backward pass computes again, if the backend saves nothing else:
     FlashAttention does so for heads of a width that is not padded, and keys that are not gathered.

@@ -42,7 +42,8 @@ class Decision:
         matters: True if the log names the policy even if it does not run.
         among: for sharding, the number of processes that share one copy of what is divided.
         stay: for sharding, the number of the last layers that stay gathered between their passes.
-        results: for offload, the number of layers whose attention's results are in host memory.
+        results: for offload and layers in tiles, the number of layers whose attention's results are in
+            host memory, or stay on the card.
     """
 
     field: str

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from chronicals.memory import makes_tiles, rows_of_tile
+from chronicals.memory import decoder_layers, makes_tiles, rows_of_tile
+from chronicals.memory.attention_results import ResultsOnDevice
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
+from chronicals.patching.decoder_layer import ATTENTION
+from chronicals.patching.head_groups import heads_stand_alone, ranges_of_heads
 from chronicals.policies.facts import Facts, trains_layers
-from chronicals.policies.policy import Decision, MemoryLoad, Remedy, register_policy
+from chronicals.policies.needed_memory import GIB
+from chronicals.policies.policy import Course, Decision, MemoryLoad, Remedy, register_policy
 from chronicals.policies.step_time import OTHER_KERNELS, SUM_BYTES, StepWork
 from chronicals.policies.tiles import TilingPolicy
 
 OFFERED_TILES = 4
 """Tiles of a batch from which ``fit`` considers the policy: below, what one tile holds is a large
 share of what a layer in one piece does."""
+
+HEAD_KERNELS = 8
+"""Kernels that make queries, keys and values of a tile: the norm, the adapters' two, the product, the
+rotation, and a copy of each."""
+
+QUERY_KEY_VALUE = "qkv"
+"""Name of the product that makes them (``chronicals.step_work``)."""
 
 
 class TiledLayers(TilingPolicy):
@@ -52,7 +64,7 @@ class TiledLayers(TilingPolicy):
         rows = self.tile(facts)
         if not makes_tiles(load.step.tokens, rows):
             return load
-        tiles = LayerTiles(rows, facts.exchanging if facts.context > 1 else 1)
+        tiles = LayerTiles(rows, _together(facts), at_once=makes_heads_at_once(facts))
         if trains_layers(facts.model):
             shape = ModelShape.of(facts.model.config)
             weights = facts.model.get_decoder().layers[0].parameters()
@@ -61,10 +73,30 @@ class TiledLayers(TilingPolicy):
             tiles = replace(tiles, sums=SUM_BYTES * values, down=down)
         return replace(load, step=replace(load.step, layer_tiles=tiles))
 
+    def decide(self, facts: Facts, course: Course) -> Decision:
+        """Decide as for any tiling; results of attention stay on the card as far as there is room."""
+        decision = super().decide(facts, course)
+        assert course.fitted is not None  # it is decided after the memory
+        memory = course.fitted.memory
+        count = memory.results_here
+        if not decision.runs or not count:
+            return decision
+        size = count * memory.result / GIB
+        words = f"attention's results of {count} of {memory.layers} layers stay, {size:.2f} GiB"
+        return replace(decision, reason=f"{decision.reason}; {words}", results=count)
+
+    def around_steps(self, model: Any, decision: Decision) -> AbstractContextManager[Any]:
+        """Return the context in which the last layers keep attention's results on the card."""
+        if not decision.results:
+            return nullcontext()
+        return ResultsOnDevice(decoder_layers(model)[-decision.results :])
+
     def work(self, facts: Facts, work: StepWork, decision: Decision) -> StepWork:
         """Return ``work`` with the norm before attention once more, and the kernels of all tiles.
 
-        What is computed again is counted as recomputation.
+        Where queries, keys and values are made by groups of heads, the norm is computed for each
+        group, and where attention is computed again they are made once more. Attention whose results
+        are kept is not computed again. What else is, is counted as recomputation.
         """
         rows = self.tile(facts)
         if not makes_tiles(facts.tokens, rows):
@@ -73,12 +105,30 @@ class TiledLayers(TilingPolicy):
         tiles = -(-work.job.tokens // rows)
         forward = len(work.forward.products) + OTHER_KERNELS / 3
         backward = len(work.backward.products) + 2 * OTHER_KERNELS / 3
-        kernels = shape.layers * (tiles - 1) * (2 * forward + backward)
-        moved = work.job.tokens * shape.layers * 2 * 2 * shape.width
+        kernels = (tiles - 1) * (2 * forward + backward)
+        of_norm = work.job.tokens * shape.layers * 2 * 2 * shape.width
+        groups = number_of_groups(facts)
+        by_group = groups > 1 and not makes_heads_at_once(facts)
+        kept = work.memory.kept_results / work.memory.layers
+        again = 1 - kept if by_group else 0.0
+        norms = groups * (1 + again) if by_group else 1
+        more = groups - 1 if by_group else 0
+        made_again = [
+            replace(each, times=again * each.times)
+            for each in work.forward.products
+            if again and each.product.name == QUERY_KEY_VALUE
+        ]
+        kernels += tiles * HEAD_KERNELS * (more * (2 + again) + again)
         return replace(
             work,
-            backward=replace(work.backward, moved=work.backward.moved + moved),
-            kernels=work.kernels + kernels,
+            forward=replace(work.forward, moved=work.forward.moved + more * of_norm),
+            backward=replace(
+                work.backward,
+                scores=work.backward.scores - kept * work.forward.scores,
+                moved=work.backward.moved + norms * of_norm,
+                products=(*work.backward.products, *made_again),
+            ),
+            kernels=work.kernels + shape.layers * kernels,
         )
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
@@ -89,6 +139,29 @@ class TiledLayers(TilingPolicy):
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
         """Run every fused layer in tiles."""
         tile_layers(model)
+
+
+def makes_heads_at_once(facts: Facts) -> bool:
+    """Return whether a layer makes queries, keys and values of all heads at once.
+
+    Else it makes those of a group of heads at a time (``patching.head_groups``). Products in FP8 make
+    all.
+    """
+    layers = decoder_layers(facts.model)
+    attention = getattr(layers[0], ATTENTION, None) if layers else None
+    return facts.config.use_fp8 or attention is None or not heads_stand_alone(attention)
+
+
+def number_of_groups(facts: Facts) -> int:
+    """Return the number of groups of heads that attend one after the other."""
+    shape = ModelShape.of(facts.model.config)
+    heads = shape.heads or 1
+    return len(ranges_of_heads(facts.tokens, heads, shape.kv_heads or heads, _together(facts)))
+
+
+def _together(facts: Facts) -> int:
+    """Return the number of key heads that attend in one call, or a divisor of it."""
+    return facts.exchanging if facts.context > 1 else 1
 
 
 register_policy(TiledLayers())

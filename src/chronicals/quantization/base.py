@@ -56,6 +56,7 @@ class Base(ABC):
             produced it, saves a pass over it.
         bytes_for_host: bytes of 16-bit values that may move to host memory while the products run;
             0 if the products read them, or if they are there already.
+        gives_rows: True if ``of_rows`` returns some of its rows, which multiply as the whole does.
         dense_stays: True if the dense values of a frozen weight are on the device of its products.
         packed_bytes: bytes per value of the packed or quantised forms on that device.
     """
@@ -63,6 +64,7 @@ class Base(ABC):
     padded = False
     wants_amax = False
     bytes_for_host = 0
+    gives_rows: ClassVar[bool] = False
     dense_stays: ClassVar[bool] = True
     packed_bytes: ClassVar[float] = 0
 
@@ -114,6 +116,18 @@ class Base(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """Return W in ``dtype``, on the device of its products."""
+
+    def of_rows(self, ranges: Sequence[Sequence[slice]], columns: int) -> Any:
+        """Return copies of some rows of each part as a frozen ``Dense`` weight.
+
+        Args:
+            ranges: of each part its rows, ascending.
+            columns: padding columns and rows of the copy.
+
+        Raises:
+            NotImplementedError: the products do not read dense values (``gives_rows``).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not multiply by dense values")
 
     def made_once(self) -> AbstractContextManager[None]:
         """Return a context in which dense values are made once for all products.

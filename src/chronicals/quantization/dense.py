@@ -44,6 +44,8 @@ class Dense(Storage):
         written: record of the adapters that are in the padding now, kept by ``AdapterPadding``.
     """
 
+    gives_rows = True
+
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
         super().__init__(matrix.shape, matrix.dtype, parts)
         self.matrix = matrix
@@ -128,6 +130,26 @@ class Dense(Storage):
     def dense(self) -> Tensor:
         """Return W itself."""
         return self.matrix
+
+    def of_rows(self, ranges: Sequence[Sequence[slice]], columns: int) -> Dense:
+        """Return copies of some rows of each part as a frozen weight; see ``Base``."""
+        return copied_rows(self.matrix, [len(part) for part in self.parts], ranges, columns)
+
+
+def copied_rows(
+    matrix: Tensor, sizes: Sequence[int], ranges: Sequence[Sequence[slice]], columns: int
+) -> Dense:
+    """Return copies of some rows of each part of a matrix as a weight.
+
+    Args:
+        matrix: ``[N, K]``, whose parts lie one below the other.
+        sizes: number of rows of each part.
+        ranges: of each part its rows.
+        columns: padding columns and rows of the copy.
+    """
+    places = matrix.detach().split(list(sizes))
+    chosen = [torch.cat([place[rows] for rows in own]) for place, own in zip(places, ranges)]
+    return Dense.fused(chosen, columns)
 
 
 @dataclass(frozen=True)

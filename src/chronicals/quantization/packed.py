@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from chronicals.kernels.expert_stacks import ExpertStack
 from chronicals.kernels.products import add_product_, linear
 from chronicals.quantization.base import Operand, Storage
-from chronicals.quantization.dense import Dense
+from chronicals.quantization.dense import Dense, copied_rows
 
 if TYPE_CHECKING:
     from chronicals.quantization.packed_linear import PackedLinear
@@ -63,6 +63,8 @@ class PackedStorage(Storage):
         places: the codes of each layer.
         buffer: the dense buffer that products read; its padding holds the adapters.
     """
+
+    gives_rows = True
 
     def __init__(self, packed: Sequence[PackedWeight], columns: int = 0, ranks: Sequence[int] = ()):
         sizes = tuple(part.shape[0] for part in packed)
@@ -156,6 +158,11 @@ class PackedStorage(Storage):
         """Return W in memory of its own."""
         device = self.packed[0].codes.device
         return self.into(torch.empty((self.outputs, self.width), dtype=self.dtype, device=device))
+
+    def of_rows(self, ranges: Sequence[Sequence[slice]], columns: int) -> Dense:
+        """Return dense copies of some rows of each part; see ``Base``."""
+        sizes = [part.shape[0] for part in self.packed]
+        return copied_rows(self.filled(), sizes, ranges, columns)
 
     def copied(self) -> Dense:
         """Return W as a dense weight in memory of its own, with padding as the buffer has."""
