@@ -6,6 +6,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+import families
+import tiny
+
+MIXTURES = {"Qwen3Moe": "num_experts", "DeepseekV3": "n_routed_experts"}
+"""Families, and the field of each with the number of experts."""
+
+MIXTURE_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
+MIXTURE_EXPERTS = 6
+
 
 def in_blocks(weight):
     """e4m3 with a scale of each 128 × 128, and what that stands for (DeepSeek-AI, 2024, section
@@ -44,6 +53,20 @@ def saved_in_fp8(folder, model, kept=()):
     config["quantization_config"] = described | {"modules_to_not_convert": [*kept, "lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
     return meant
+
+
+def mixture(name, **changes):
+    """A mixture of random weights, whose experts have whole blocks."""
+    torch.manual_seed(3)
+    sizes = {**MIXTURE_SIZES, "vocab_size": len(tiny.tokenizer()), MIXTURES[name]: MIXTURE_EXPERTS}
+    return families.routed(name, **{**sizes, **changes})
+
+
+def saved_mixture(folder, name, **changes):
+    """A folder with a mixture in FP8, and its tokenizer."""
+    saved_in_fp8(folder, mixture(name, **changes).bfloat16(), kept=["o_proj"])
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
 
 
 def refuse_to_keep(monkeypatch):

@@ -7,28 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import chronicals
-import families
 import runs
-import tiny
 from chronicals.models.loading import load_model
 from chronicals.patching.patch import patch_parts
 from chronicals.quantization import FP8Blocks
-from fp8_checkpoints import in_blocks, refuse_to_keep, saved_in_fp8
+from fp8_checkpoints import MIXTURES, in_blocks, refuse_to_keep, saved_mixture
 from mutants import mutant
 
-SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "vocab_size": len(tiny.tokenizer())}
-COUNT = {"Qwen3Moe": "num_experts", "DeepseekV3": "n_routed_experts"}
-EXPERTS, EACH = 6, 2
+EACH = 2
 HOST = {"ram": "1GiB", "device": "cpu"}
 IDS = torch.arange(1, 25).view(2, 12)
-
-
-def saved(folder, name, **changes):
-    torch.manual_seed(3)
-    model = families.routed(name, **{**SIZES, COUNT[name]: EXPERTS, **changes})
-    saved_in_fp8(folder, model.bfloat16(), kept=["o_proj"])
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
 
 
 def folder_budget(folder, slots, dtype):
@@ -40,10 +28,10 @@ def folder_budget(folder, slots, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", COUNT)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_folder_gives_the_same_bits_in_half_the_memory(name, dtype, tmp_path, monkeypatch):
     refuse_to_keep(monkeypatch)
-    folder = saved(tmp_path, name)
+    folder = saved_mixture(tmp_path, name)
     expected = load_model(folder, dtype)
     patch_parts(expected)
     values = sum(
@@ -67,11 +55,11 @@ def test_a_folder_gives_the_same_bits_in_half_the_memory(name, dtype, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COUNT)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_loaded_model_gives_the_same_bits(name, tmp_path, monkeypatch):
     """Loading dequantises it; its experts are in 16 bits then."""
     refuse_to_keep(monkeypatch)
-    loaded = load_model(saved(tmp_path, name), torch.bfloat16)
+    loaded = load_model(saved_mixture(tmp_path, name), torch.bfloat16)
     expected = copy.deepcopy(loaded)
     patch_parts(expected)
     for slots in (EACH + 2, 8):
@@ -99,10 +87,10 @@ ADAPTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COUNT)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_run_of_adapters_gives_the_same_bits(name, tmp_path, monkeypatch):
     refuse_to_keep(monkeypatch)
-    folder = saved(tmp_path / "base", name, max_position_embeddings=256)
+    folder = saved_mixture(tmp_path / "base", name, max_position_embeddings=256)
     expected = load_model(folder, torch.float32)
     size = folder_budget(folder, EACH + 3, torch.float32)
     streamed = chronicals.offload(folder, vram=size, dtype=torch.float32, **HOST)
@@ -139,7 +127,7 @@ def test_blocks_are_their_values_times_their_scales():
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
-    folder = saved(tmp_path, "Qwen3Moe")
+    folder = saved_mixture(tmp_path, "Qwen3Moe")
     with pytest.raises(ValueError, match=r"quantization='nf4': its weights are quantised already"):
         chronicals.offload(folder, vram="64MiB", quantization="nf4", **HOST)
     tensors = load_file(folder / "model.safetensors")

@@ -128,7 +128,7 @@ def trained_by_command(folder, name, *more):
     """A run of ``chronicals train`` on a folder: its trajectory and its adapter."""
     words = ["train", "--model", folder / "base", "--data", folder / "rows.jsonl"]
     words += ["--output-dir", folder / name / "run", "--cache-dir", folder / "tokens"]
-    words += ["--use-lora", "--lora-rank", 4, "--lora-target-modules", "q_proj"]
+    words += ["--use-lora", "--lora-rank", 4, "--lora-target-modules", "o_proj"]
     for parameter in EXPERTS:
         words += ["--lora-target-parameters", parameter]
     words += ["--max-seq-length", 128, "--max-steps", 2, "--mixed-precision", "fp32"]

@@ -64,6 +64,9 @@ IN_FP8 = "fp8"
 DeepSeek V3's are of this kind.
 """
 
+DEQUANTISED = "_chronicals_dequantised"
+"""Attribute of a model: its files hold FP8, which was dequantised as it was read."""
+
 FP8_BLOCK = (128, 128)
 """Rows and columns of such a block if the configuration does not say."""
 
@@ -167,7 +170,7 @@ def load_model(
                 "they are; leave it out "
                 "(--load-in-4bit too)"
             )
-        return _named(load_gguf(file, dtype), name)
+        return named(load_gguf(file, dtype), name)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if is_reward_model(config):
@@ -195,6 +198,7 @@ def load_model(
         if in_fp8:
             # transformers below 5.21 would apply the inverse conversion when the model is saved.
             vars(model).pop("_weight_conversions", None)
+            setattr(model, DEQUANTISED, True)
     except (OSError, ValueError) as error:
         where = "" if Path(name).is_dir() else NO_FOLDER
         raise ValueError(f"model={str(name)!r}: {where}cannot be loaded: {error}") from error
@@ -202,7 +206,7 @@ def load_model(
         raise ValueError(
             f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}"
         ) from error
-    read_processors(_named(model, name))
+    read_processors(named(model, name))
     return model
 
 
@@ -249,8 +253,8 @@ def load_base(
     return model if form.by_transformers is not None else model.to(dtype)
 
 
-def _named(model: Any, name: str | Path) -> Any:
-    """Record on the model where it was loaded from and the size of its vocabulary."""
+def named(model: Any, name: str | Path) -> Any:
+    """Return the model, and record on it where it was loaded from and the size of its vocabulary."""
     model.config._name_or_path = lasting(name)
     setattr(model, BASE_ROWS, ModelShape.of(model.config).vocabulary or None)
     return model
@@ -296,6 +300,15 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
     return model
 
 
+def folder_of_weights(name: str | Path) -> Path:
+    """Return a folder with the safetensors files of a model; those of a hub name are downloaded."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
+
+
 def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """Load a model without its weights; each process later reads the rows that it holds.
 
@@ -303,14 +316,11 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
         ValueError: it cannot be loaded, or its weights cannot be read by rows; the message says
             why.
     """
-    from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
 
     config = load_config(name, trust_remote_code)
     _check_in_16_bit(config, name)
-    folder = Path(name)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
+    folder = folder_of_weights(name)
     with parameters_on_meta():
         model = _auto_class(config).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code
@@ -318,7 +328,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     setattr(model, STORED_ROWS, StoredRows(folder, model))
-    read_processors(_named(model, name))
+    read_processors(named(model, name))
     return model
 
 
@@ -345,7 +355,7 @@ def load_replacing(
         quantization_config=quantising_while_reading(None, take),
         **options,
     )
-    read_processors(_named(model, name))
+    read_processors(named(model, name))
     return model
 
 

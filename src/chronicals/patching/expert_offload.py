@@ -20,13 +20,14 @@ from torch import nn
 
 from chronicals.kernels.host_memory import available_memory
 from chronicals.lora.stacked_experts import TAKES_FACTORS, is_parallel
-from chronicals.models.loading import IN_FP8 as FP8_FILES
 from chronicals.models.loading import (
+    DEQUANTISED,
     load_config,
     load_model,
     load_without_weights,
     quantization_of,
 )
+from chronicals.models.loading import IN_FP8 as FP8_FILES
 from chronicals.models.preparing import preparing
 from chronicals.models.rows import SHARING_RANKS, STORED_ROWS
 from chronicals.moe.offload.budget import Budgets, bytes_of, slots_within
@@ -41,7 +42,12 @@ from chronicals.moe.offload.files import ExpertFiles
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.predictors import NamedPredictor, predictor_named
-from chronicals.moe.offload.records import expert_modules, stream_experts
+from chronicals.moe.offload.records import (
+    describe_layers,
+    expert_modules,
+    experts_of_token,
+    stream_experts,
+)
 from chronicals.moe.offload.report import OffloadReport, report_of
 from chronicals.moe.offload.soft import (
     check_shared_experts,
@@ -69,6 +75,11 @@ EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
 NO_DISK = (
     "disk={!r}: experts are read from host memory alone; leave it out, and take a smaller format "
     "(load_in_4bit) where they do not fit"
+)
+
+WERE_DEQUANTISED = (
+    "experts: their files hold FP8, which was dequantised when the model was loaded, so they take "
+    "twice the memory; %s"
 )
 
 
@@ -276,6 +287,7 @@ def load_held(
     modules = expert_modules(skeleton)
     forms = {name: _form_of(skeleton, name, module) for name, module in modules.items()}
     formats = {name: files.formats(name, module, kind, bits) for name, module in modules.items()}
+    budgets.check(describe_layers(formats, experts_of_token(skeleton.config)))
     held: list[ExpertEngine] = []
 
     def replace_experts(model: Any) -> None:
@@ -367,6 +379,8 @@ def hold_experts(
     """
     modules = expert_modules(model)
     _check_whole(model)
+    if hasattr(model, DEQUANTISED):
+        logger.warning(WERE_DEQUANTISED, "chronicals.offload(folder) keeps them in FP8")
     forms = {path: _form_of(model, path, module) for path, module in modules.items()}
     in_fp8 = in_fp8 or any(IN_FP8 in vars(module) for module in modules.values())
     formats = {path: formats_of(module, in_fp8) for path, module in modules.items()}

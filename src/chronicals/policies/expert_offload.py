@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,35 @@ import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh
+from chronicals.formats.gguf.reader import gguf_of
 from chronicals.kernels.host_memory import available_memory
+from chronicals.models.loading import IN_FP8 as FP8_FILES
+from chronicals.models.loading import (
+    WEIGHT_DTYPES,
+    folder_of_weights,
+    load_config,
+    named,
+    quantization_of,
+)
 from chronicals.models.routed_experts import is_experts
 from chronicals.moe.offload.budget import Budgets, size_words
+from chronicals.moe.offload.errors import NotExpertByExpert
 from chronicals.moe.offload.events import IO_FILE
 from chronicals.moe.offload.eviction import LeastRecentlyUsed
 from chronicals.moe.offload.layers import wave_dense_bytes
 from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.moe.offload.predictors import NamedPredictor
-from chronicals.patching.expert_offload import hold_experts, open_experts
+from chronicals.patching.expert_offload import (
+    WERE_DEQUANTISED,
+    hold_experts,
+    load_held,
+    open_experts,
+)
 from chronicals.policies.exclusions import streams_experts
 from chronicals.policies.facts import DIVIDE_WEIGHTS, Facts
 from chronicals.policies.policy import Decision, MemoryLoad, Policy, Stage, register_policy
+
+logger = logging.getLogger(__name__)
 
 SETTING = "memory=['offload_experts']"
 
@@ -101,11 +119,79 @@ class OffloadExperts(Policy):
             )
 
 
+def load_experts_as_asked(
+    place: str | Path, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
+) -> Any | None:
+    """Load a model in FP8 with a scale a block, whose experts stay so in host memory.
+
+    Args:
+        place: a folder or a hub name of a whole model.
+        config: configuration of the run.
+        ranks: all processes; those of a machine share the experts.
+        trust_remote_code: run code that comes with the model.
+
+    Returns:
+        The model, whose experts have no slots yet; None if it has to be loaded as otherwise, because
+        ``config`` asks for something else, or its files do not hold such experts.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or its experts do not fit.
+    """
+    if not OFFLOAD_EXPERTS.asked(config) or gguf_of(place) is not None:
+        return None
+    # With use_fp8 products run in FP8, which has a scale a row; what else it is beside is refused.
+    if config.use_fp8 or config.quantization is not None or _why_not_held(config, adapted=False):
+        return None
+    described = quantization_of(load_config(place, trust_remote_code))
+    if described.get("quant_method") != FP8_FILES:
+        return None
+    _check_predictor(config, None)
+    try:
+        model, _ = load_held(
+            folder_of_weights(place),
+            _budgets(config),
+            WEIGHT_DTYPES[config.mixed_precision],
+            shared=_shared_name(config, ranks),
+            trust_remote_code=trust_remote_code,
+        )
+    except NotExpertByExpert as error:
+        logger.warning(WERE_DEQUANTISED, error)
+        return None
+    except ValueError as error:
+        raise ConfigurationError(f"{SETTING}: {error}") from error
+    logger.info("experts: in FP8 with a scale a block, as their files hold them")
+    return named(model, place)
+
+
+def _why_not_held(config: ChronicalsConfig, adapted: bool) -> str | None:
+    """Return why a run cannot have its experts in host memory, or None.
+
+    Args:
+        config: configuration of the run.
+        adapted: the model has adapters already.
+    """
+    if not config.use_lora and not adapted:
+        asked = OFFLOAD_EXPERTS.asked(config)
+        return FULL_TRAINING.format(SETTING if asked else "chronicals.offload")
+    if config.sharding == DIVIDE_WEIGHTS:
+        return (
+            "sharding='weights': every process would hold a share of the experts, which are in "
+            "host memory; take sharding='optimizer' or 'none'"
+        )
+    if config.mixed_precision == "fp16":
+        return (
+            f"mixed_precision='fp16': runs under autocast, where no product reads experts from "
+            f"slots; take 'bf16' or 'fp32', or leave {SETTING} out"
+        )
+    return None
+
+
 def hold_experts_as_asked(model: Any, config: ChronicalsConfig, ranks: Mesh) -> None:
     """Move the experts of a loaded model to host memory, if the configuration asks for it.
 
     Args:
-        model: the model, with its weights in their final format, before it is on a card.
+        model: the model, with its weights in their final format, before it is on a card. Its experts
+            may be there already.
         config: configuration of the run.
         ranks: all processes; those of a machine share the experts.
 
@@ -113,29 +199,22 @@ def hold_experts_as_asked(model: Any, config: ChronicalsConfig, ranks: Mesh) -> 
         ConfigurationError: they cannot be moved, or would be trained.
     """
     asked = OFFLOAD_EXPERTS.asked(config)
-    streamed = streams_experts(model)
-    adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
-    if (asked or streamed) and not config.use_lora and not adapted:
-        raise ConfigurationError(FULL_TRAINING.format(SETTING if asked else "chronicals.offload"))
-    if any(module.source.engine.stands_in for _, module in streamed_experts_of(model)):
-        raise ConfigurationError(STANDS_IN)
-    if (asked or streamed) and config.sharding == DIVIDE_WEIGHTS:
-        raise ConfigurationError(
-            "sharding='weights': every process would hold a share of the experts, which are in "
-            "host memory; take sharding='optimizer' or 'none'"
-        )
-    if (asked or streamed) and config.mixed_precision == "fp16":
-        raise ConfigurationError(
-            f"mixed_precision='fp16': runs under autocast, where no product reads experts from "
-            f"slots; take 'bf16' or 'fp32', or leave {SETTING} out"
-        )
-    if not asked or streamed:
+    streamed = [module for _, module in streamed_experts_of(model)]
+    if not asked and not streamed:
+        return
+    reason = _why_not_held(
+        config, hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
+    )
+    if any(module.source.engine.stands_in for module in streamed):
+        reason = STANDS_IN
+    if reason is not None:
+        raise ConfigurationError(reason)
+    if not asked or (streamed and streamed[0].source.engine.slots):
         _check_predictor_of(model, config)
         return
-    try:
-        predictor_asked(config).check(model)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    _check_predictor(config, model)
+    if streamed:  # while it was loaded
+        return
     try:
         shared = _shared_name(config, ranks)
         hold_experts(model, _budgets(config), shared, in_fp8=config.use_fp8)
@@ -156,6 +235,22 @@ def open_experts_as_asked(model: Any, config: ChronicalsConfig, device: torch.de
 def predictor_asked(config: ChronicalsConfig) -> NamedPredictor:
     """Return the predictor that a configuration asks for."""
     return NamedPredictor(config.expert_predictor, "expert_predictor")
+
+
+def _check_predictor(config: ChronicalsConfig, model: Any | None) -> None:
+    """Check that the predictor is there, and fits the model, if that is known.
+
+    Raises:
+        ConfigurationError: it is not, or does not.
+    """
+    asked = predictor_asked(config)
+    try:
+        if model is None:
+            asked.check_name()
+        else:
+            asked.check(model)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _check_predictor_of(model: Any, config: ChronicalsConfig) -> None:

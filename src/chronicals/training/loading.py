@@ -32,6 +32,7 @@ from chronicals.models.rows import NotByRows, digest_of_files
 from chronicals.objectives import OBJECTIVES, Objective, build_objective
 from chronicals.policies import Facts
 from chronicals.policies.divided_weights import check_divisible
+from chronicals.policies.expert_offload import load_experts_as_asked
 from chronicals.policies.facts import DIVIDE_WEIGHTS, PRODUCT_TYPES, fillable
 from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, ranks_per_copy, smallest_card
@@ -82,6 +83,8 @@ def load_to_train(
         if by_rows and config.sharding == DIVIDE_WEIGHTS
         else None
     )
+    if model is None and plain:
+        model = load_experts_as_asked(place, config, ranks, trust_remote_code)
     if model is None:
         given = (
             WEIGHT_DTYPES[config.mixed_precision],

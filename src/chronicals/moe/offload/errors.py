@@ -8,3 +8,7 @@ class ExpertRecordError(RuntimeError):
 def record_error(path: str, expert: int, reason: str) -> ExpertRecordError:
     """Return the error about an expert of the module at ``path``."""
     return ExpertRecordError(f"{path}, expert {expert}: {reason}; load the model again")
+
+
+class NotExpertByExpert(ValueError):
+    """The files of a model hold its experts under names by which none can be read by itself."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chronicals.formats.tensor_names import DOWN, GATE, STACK_NAME, UP, Expert
 from chronicals.formats.weight_files import FLOAT_DTYPES, StoredTensor, files_of, tensors_in
-from chronicals.moe.offload.errors import record_error
+from chronicals.moe.offload.errors import NotExpertByExpert, record_error
 from chronicals.quantization import FourBits, PackedWeight
 from chronicals.quantization.expert_records import (
     PackedRecords,
@@ -82,7 +82,8 @@ class ExpertFiles:
             quantise: 4 bits that plain stacks are quantised to; None to keep them.
 
         Raises:
-            ValueError: a weight is not in the files under a known name, or has another shape.
+            NotExpertByExpert: a weight is not in the files under a known name.
+            ValueError: it has another shape.
         """
         layer = int(next(iter(_LAYER.findall(path)), -1))
         transposed = bool(getattr(module, "is_transposed", False))
@@ -114,7 +115,7 @@ class ExpertFiles:
         roles = _ROLES.get(name, ())
         parts = [[self._single.get((layer, e, role)) for role in roles] for e in range(shape[0])]
         if not roles or any(part is None for one in parts for part in one):
-            raise ValueError(
+            raise NotExpertByExpert(
                 f"{path}.{name}: is not in the files of {self.folder} under a known name, neither "
                 "as a stack nor expert by expert; load the model first (chronicals.load_model), "
                 "and offload that"
