@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_the_others(device):
         ("y - top - tl.log(mass.to(tl.float32))", "y - top"),
         ("x - most - tl.log(total)", "x - most"),
         ("chunk * CHUNK + best", "best"),
-        ("weight * kept", "weight"),
+        ("of_chunk * kept", "of_chunk"),
         ("tl.exp(y - shift)", "tl.exp(y)"),
     ],
 )

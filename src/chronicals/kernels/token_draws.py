@@ -173,9 +173,9 @@ def _chunk_weights_kernel(
         weight = _weights_of(scores_ptr, temperature_ptr, min_p_ptr, row, place, exists, top)
         tl.store(weight_ptr + at, tl.sum(weight, axis=0))
     else:
-        weight = tl.load(weight_ptr + at)
+        of_chunk = tl.load(weight_ptr + at)
         kept = tl.exp(tl.load(top_ptr + at) - top)
-        tl.store(weight_ptr + at, tl.where(weight > 0.0, weight * kept, 0.0))
+        tl.store(weight_ptr + at, tl.where(of_chunk > 0.0, of_chunk * kept, 0.0))
 
 
 @triton.jit
