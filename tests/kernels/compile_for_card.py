@@ -9,6 +9,7 @@ shared memory that a program of it takes. Exit status 1 where one does not compi
 
 import json
 import random as chance
+import re
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -173,6 +174,7 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
+        "few_rows_product": products_beside_norms,
         "few_tokens_product": lambda: products_of_few_tokens(nf4),
         "dense_slots": lambda: values_of_slots(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
@@ -194,6 +196,24 @@ def calls() -> dict[str, Callable[[], object]]:
         for rank in (0, 64):
             found[f"experts in fp8 {rank}"] = partial(experts_in_eight_bits, rank)
     return found
+
+
+def products_beside_norms() -> None:
+    """The products of a 0.5B's layer for few rows and many, with residuals in both dtypes."""
+    from chronicals.kernels.few_rows_product import RowNorm, few_rows_product, few_rows_sum
+
+    first, gate_and_up, last = (
+        torch.zeros(shape, dtype=HALF) for shape in ((1152, 896), (9728, 896), (896, 4864))
+    )
+    bias = torch.zeros(1152, dtype=HALF)
+    for rows in (1, 17, 64):
+        for kind in (HALF, torch.float32):
+            x = torch.zeros(rows, 896, dtype=kind)
+            unit = torch.zeros(rows, 4864, dtype=HALF)
+            _, squares = few_rows_sum(unit, last, x)
+            norm = RowNorm(squares, torch.zeros(896, dtype=HALF), 1e-6)
+            few_rows_product(x, first, bias, norm=norm)
+            few_rows_product(x, gate_and_up, norm=norm, activation="silu")
 
 
 def experts(rank: int) -> None:
@@ -591,6 +611,17 @@ def stacks_of_experts(nf4, experts: int, outputs: int, columns: int) -> list:
     return stacks
 
 
+WAIT = "griddepcontrol.wait"
+"""The instruction of a kernel that is launched early, with which it waits for the one before."""
+
+
+def waits_first(ptx: str) -> bool:
+    """Return whether nothing but a prefetch stands before the wait of a kernel launched early."""
+    before, _, behind = ptx[ptx.index(".entry") :].partition(WAIT)
+    touches = re.search(r"\b(ld\.global|cp\.async\.c|st\.global|atom|red\.)", before)
+    return touches is None and WAIT not in behind and "prefetch" not in behind
+
+
 def main() -> None:
     stand_in()
     failed = False
@@ -615,10 +646,11 @@ def main() -> None:
                 print(json.dumps({"call": name, "error": f"{type(error).__name__}: {error}"[:500]}))
         for name, compiled in kernels.values():
             try:
-                shared = (
-                    compiled.result() if hasattr(compiled, "result") else compiled
-                ).metadata.shared
-                print(json.dumps({"kernel": name, "shared": shared}))
+                result = compiled.result() if hasattr(compiled, "result") else compiled
+                line = {"kernel": name, "shared": result.metadata.shared}
+                if WAIT in result.asm["ptx"]:
+                    line["waits first"] = waits_first(result.asm["ptx"])
+                print(json.dumps(line))
             except Exception as error:
                 failed = True
                 print(

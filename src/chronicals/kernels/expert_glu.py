@@ -34,7 +34,7 @@ from chronicals.kernels.fp8 import (
     lacks_fp8,
     magnitude,
 )
-from chronicals.kernels.glu import _activate, _sigmoid
+from chronicals.kernels.glu import activate, sigmoid
 from chronicals.kernels.launch import absent, compiled_once, operator, runs_triton, tl, triton
 
 GATE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -82,9 +82,9 @@ def _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED: tl.constex
 def _activated(g, alpha, ACTIVATION: tl.constexpr):
     """Return a(g) and its derivative a′(g)."""
     if ACTIVATION == "silu":
-        s = _sigmoid(alpha * g)
+        s = sigmoid(alpha * g)
         return g * s, s * (1.0 + alpha * g * (1.0 - s))
-    return _activate(g, ACTIVATION)
+    return activate(g, ACTIVATION)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ def _launch(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """Return σ(x), fp32."""
     # Four instructions, where a division takes eight: t = 2^(−x · log₂ e), then 1 / (1 + t).
     if INTERPRETED:
@@ -70,19 +70,19 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(g, ACTIVATION: tl.constexpr):
+def activate(g, ACTIVATION: tl.constexpr):
     """Return a(g) and its derivative a′(g)."""
     if ACTIVATION == "silu":
-        s = _sigmoid(g)
+        s = sigmoid(g)
         slope = s * (1.0 + g * (1.0 - s))
     elif ACTIVATION == "gelu":
         s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
         slope = s + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
     else:
         u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
-        s = _sigmoid(u)
+        s = sigmoid(u)
         # σ(−u) in place of 1 − s, which would cancel.
-        slope = s + g * s * _sigmoid(-u) * (1.5957691216057308 * (1.0 + 0.134145 * g * g))
+        slope = s + g * s * sigmoid(-u) * (1.5957691216057308 * (1.0 + 0.134145 * g * g))
     return g * s, slope
 
 
@@ -110,7 +110,7 @@ def _glu_forward_kernel(
     inside = column < width
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    activated, _ = _activate(gate, ACTIVATION)
+    activated, _ = activate(gate, ACTIVATION)
     y = (activated * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * y_stride + column, y, mask=inside)
     if HAS_AMAX:
@@ -146,7 +146,7 @@ def _glu_backward_kernel(
     dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = _activate(gate, ACTIVATION)
+    activated, slope = activate(gate, ACTIVATION)
     kind = d_gate_ptr.dtype.element_ty
     d_gate = (dy * up * slope).to(kind)
     d_up = (dy * activated).to(kind)

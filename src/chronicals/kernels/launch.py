@@ -222,6 +222,33 @@ def with_padding(
     return like.new_empty((rows, width + padding), dtype=dtype)[:, :width]
 
 
+def launches_early(x: Tensor) -> bool:
+    """Return whether a kernel on x can be launched before the one before it in its stream has ended.
+
+    Such a kernel waits within itself (``wait_for_kernel_before``), and is launched with
+    ``early_options``. From Hopper (sm_90) on; the CUDA programming guide calls it "programmatic
+    dependent launch". Between two short kernels it spares a microsecond.
+    """
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def early_options(is_early: bool) -> dict[str, Any]:
+    """Return Triton's launch options of a kernel that is launched early, or is not."""
+    return {"launch_pdl": True} if is_early else {}
+
+
+@triton.jit
+def wait_for_kernel_before(EARLY: tl.constexpr):
+    """Let the next kernel begin, then wait until the one before has ended and written all it writes.
+
+    Before it nothing may be read that an earlier kernel writes, and nothing may be written. The next
+    kernel begins once all programs of this one have; if it is no early one, when this one has ended.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a card; 2 for the interpreter."""

@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import (
+    early_options,
+    launches_early,
     multiplied_in,
     multiprocessors,
     next_power_of_2,
@@ -38,6 +40,7 @@ from chronicals.kernels.launch import (
     shared_memory,
     tl,
     triton,
+    wait_for_kernel_before,
 )
 from chronicals.kernels.logit_rows import shaped
 
@@ -293,7 +296,9 @@ def _paged_attention_kernel(
     VALUES: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernel_before(EARLY)
     sequence = tl.program_id(0).to(tl.int64)
     parts: tl.constexpr = (GROUPS + ROWS - 1) // ROWS
     key_head = (tl.program_id(1) // parts).to(tl.int64)
@@ -391,7 +396,9 @@ def _shared_keys_kernel(
     VALUES: tl.constexpr,
     FIRST: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernel_before(EARLY)
     team = tl.program_id(0).to(tl.int64)
     key_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -456,7 +463,9 @@ def _merge_splits_kernel(
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernel_before(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # sequence · H + head
     is_row = row < rows
     split = tl.arange(0, SPLITS)
@@ -521,6 +530,7 @@ def _paged_attention(
     lse = q.new_empty((sequences, heads, count), dtype=torch.float32)
     strides = *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], pages.stride(0)
     grid = sequences, key_heads * triton.cdiv(groups, launch.rows), launch.splits
+    early = launches_early(q)
     _paged_attention_kernel[grid](
         q,
         k,
@@ -548,8 +558,10 @@ def _paged_attention(
         values,
         count,
         next_power_of_2(count),
+        early,
         num_warps=launch.warps,
         num_stages=2,
+        **early_options(early),
     )
     if shared is not None:
         assert teams is not None
@@ -578,8 +590,10 @@ def _paged_attention(
             values,
             launch.splits,
             count,
+            early,
             num_warps=shared.warps,
             num_stages=2,
+            **early_options(early),
         )
     merged = max(1, MERGED_AT_ONCE // (next_power_of_2(count) * values))
     _merge_splits_kernel[(triton.cdiv(sequences * heads, merged),)](
@@ -595,6 +609,8 @@ def _paged_attention(
         count,
         next_power_of_2(count),
         merged,
+        early,
+        **early_options(early),
     )
     return out
 
@@ -722,7 +738,9 @@ def _write_pages_kernel(
     HEADS: tl.constexpr,
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_kernel_before(EARLY)
     token = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + token)
     _copy_token(k_ptr, keys_ptr, token, place, k_token, k_head, KEY, HEADS)
@@ -734,6 +752,7 @@ def _write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Ten
     """Launch the kernel."""
     if not len(places):
         return
+    early = launches_early(k)
     _write_pages_kernel[(len(places),)](
         k,
         v,
@@ -745,6 +764,8 @@ def _write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Ten
         keys.shape[2],
         keys.shape[3],
         values.shape[3],
+        early,
+        **early_options(early),
     )
 
 

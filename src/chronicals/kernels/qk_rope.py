@@ -22,13 +22,19 @@ from chronicals.kernels.fp8 import Amax, magnitude, new_amax, raise_amax, with_a
 from chronicals.kernels.launch import (
     Tile,
     differentiable_once,
+    early_options,
+    launches_early,
     next_power_of_2,
     operator,
     runs_triton,
     tl,
     triton,
+    wait_for_kernel_before,
     with_padding,
 )
+
+EARLY_POSITIONS = 512
+"""Positions up to which a launch takes as long as what it does, so that it is made early."""
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -251,12 +257,14 @@ def _qk_rope_kernel(
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
     HAS_AMAX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rotate queries and keys, by the inverse angle if ``INVERSE``, and copy values.
 
     Each of ``Q_HEADS + K_HEADS + V_HEADS`` consecutive programs takes ``ROWS`` heads of the same
     ``ROWS`` positions, so these share the tables' rows in the cache.
     """
+    wait_for_kernel_before(EARLY)
     group = tl.program_id(0) // (Q_HEADS + K_HEADS + V_HEADS)
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
@@ -384,6 +392,7 @@ def _launch(
     beside = 0 if q.data_ptr() == q_out.data_ptr() else width - 2 * half
     rest = next_power_of_2(beside) if beside else 0
     tile = _tile(half, rest)
+    early = positions <= EARLY_POSITIONS and launches_early(q)
     _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads + v_heads),)](
         q,
         k,
@@ -409,7 +418,9 @@ def _launch(
         interleaved,
         inverse,
         amax is not None,
+        early,
         num_warps=tile.warps,
+        **early_options(early),
     )
 
 

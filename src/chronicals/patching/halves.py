@@ -302,13 +302,22 @@ class AttentionHalf(FusedHalf):
         """
         normed, x, remake = self._norm_before(x, None, gradient, self.first.amaxes(len(x))[0])
         padded = self.norms.before is not None  # else x is the caller's tensor, without padding
+        skip_output = skip_output and self.rotates_alone
+        first = self.first(normed, remake, padded, skip_output=skip_output)
+        return *self.positioned(first, tokens), x
+
+    def positioned(self, first: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
+
+        Args:
+            first: output of the first product.
+            tokens: positions of the rows.
+        """
         cos = tokens.cos
         sin = tokens.sin
         if self.reads.half_tables:
             cos = torch.cat((cos, cos), -1)
             sin = torch.cat((sin, sin), -1)
-        skip_output = skip_output and self.rotates_alone
-        first = self.first(normed, remake, padded, skip_output=skip_output)
         q, k, v = self._rotated(first, cos, sin)
         # a factor that grows with the position, in some configurations (Ministral 3, after Llama 4)
         rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
@@ -319,7 +328,7 @@ class AttentionHalf(FusedHalf):
             steps = torch.floor(tokens.positions.squeeze(0) / trained_length)
             factors = 1 + beta * torch.log1p(steps)
             q = q * factors[:, None, None].to(q.dtype)
-        return q, k, v, x
+        return q, k, v
 
     @property
     def rotates_alone(self) -> bool:

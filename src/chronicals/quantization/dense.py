@@ -44,6 +44,8 @@ class Dense(Storage):
         written: record of the adapters that are in the padding now, kept by ``AdapterPadding``.
     """
 
+    matrix: Tensor
+
     gives_rows = True
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
