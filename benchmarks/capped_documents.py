@@ -4,41 +4,44 @@ Each row is a process of its own: a cap in GB and an arm. Ours takes the preset 
 QLoRA of rank 32: the longest document by plan, as one whole step, or with a quarter of the layers, or
 fewer, where the plan says that a step takes over ``--step-seconds``. Then the cap is lower by what is
 always there of the missing layers. The arms ``unsloth`` and ``unsloth-tiled`` (with its tiled MLP) find theirs
-by bisection. Weights are random. After a row of ours the parts of a reference step
-(``chronicals.benchmark.floor``) are timed on the same card.
+by bisection (``unsloth_documents``). Weights are random. Before a row of ours trains, the parts of a
+reference step (``chronicals.benchmark.floor``) are timed on the same card.
+
+A row's process is killed with all that it started when its time is over, and when this process ends.
+What it has found is in ``OUTPUT-row-N.json`` after each step, and what it said in ``OUTPUT-row-N.log``:
+where all is ended from outside, these files are there. ``--profile`` traces one more step than is
+timed, and says its seconds by part (``step_profile``).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-GIGA = 10**9
-GIB = 2**30
+from document_steps import FIELDS, GIB, GIGA, Note, Training, train
+from step_profile import words_of_profile
+
+from chronicals.bound_process import BoundProcess
 
 ARMS = ("ours", "unsloth", "unsloth-tiled")
 
+CUDNN = "cudnn"
+"""Value of ``--attention`` for torch's own attention by cuDNN's kernel, one document after the other."""
+
 WARM_UP_LENGTH = 8192
 WARM_UP_LAYERS = 2
-
-PROBE_GRANULE = 2048
-"""Tokens between two lengths that the bisection of a peer tells apart."""
-
-FIRST_PROBE = 65536
-"""Tokens that the bisection begins with where nothing is published."""
 
 PUBLISHED = {8: 2972, 12: 21848, 16: 40724, 24: 78475, 48: 191728, 80: 342733}
 """Tokens that Unsloth publishes for an 8B in QLoRA r32, batch 1, by GB (unsloth.ai/blog)."""
@@ -62,6 +65,8 @@ class Row:
         length: tokens of the document; 0 for the longest.
         step_seconds: longest step, by plan, that runs with all layers.
         budget: seconds that the row may take.
+        attention: backend of ours, ``CUDNN``, or empty for the one that a run takes by itself.
+        profiles: one more step is traced.
     """
 
     cap: float
@@ -71,52 +76,80 @@ class Row:
     length: int
     step_seconds: float
     budget: float
+    attention: str = ""
+    profiles: bool = False
 
 
 def run_rows(given: argparse.Namespace) -> None:
     """Run each row in a process of its own within the budget, and write what they found."""
     began = time.monotonic()
     found: list[dict[str, Any]] = []
-    for arm in given.arms.split(","):
-        for cap in given.caps.split(","):
-            left = given.budget - (time.monotonic() - began)
-            row = Row(
-                float(cap), arm, given.shape, given.layers, given.length, given.step_seconds, left
-            )
-            result = asdict(row)
-            if left < LEFT_FOR_LAST:
-                result["error"] = (
-                    f"not begun: {left:.0f} s of the budget of {given.budget:.0f} left"
-                )
-            else:
-                result |= in_a_process(row)
-            found.append(result)
-            given.output.write_text(json.dumps({"commit": given.commit, "rows": found}, indent=1))
-            print(words_of(result), flush=True)
+    asked = [(arm, float(cap)) for arm in given.arms.split(",") for cap in given.caps.split(",")]
+    for number, (arm, cap) in enumerate(asked):
+        left = given.budget - (time.monotonic() - began)
+        row = Row(
+            cap,
+            arm,
+            given.shape,
+            given.layers,
+            given.length,
+            given.step_seconds,
+            left,
+            given.attention,
+            given.profile,
+        )
+        result = asdict(row)
+        if left < LEFT_FOR_LAST:
+            result["error"] = f"not begun: {left:.0f} s of the budget of {given.budget:.0f} left"
+        else:
+            result |= in_a_process(row, given.output.with_name(f"{given.output.stem}-row-{number}"))
+        found.append(result)
+        given.output.write_text(json.dumps({"commit": given.commit, "rows": found}, indent=1))
+        print(words_of(result), flush=True)
 
 
-def in_a_process(row: Row) -> dict[str, Any]:
-    """Return what a row found, or why it did not end."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        log = Path(folder) / "log.txt"
-        command = [sys.executable, __file__, json.dumps(asdict(row)), str(out)]
-        with log.open("w") as lines:
-            # In a session of its own, so that its compilers end with it.
-            process = subprocess.Popen(
-                command, stdout=lines, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                process.wait(row.budget)
-                late = ""
-            except subprocess.TimeoutExpired:
+def in_a_process(row: Row, place: Path) -> dict[str, Any]:
+    """Return what a row found, or why it did not end.
+
+    Args:
+        row: the row.
+        place: path of its files, without their ``.json`` and ``.log``.
+    """
+    out = Path(f"{place}.json")
+    log = Path(f"{place}.log")
+    out.unlink(missing_ok=True)
+    command = [sys.executable, __file__, json.dumps(asdict(row)), str(out)]
+    with log.open("w") as lines:
+        process = BoundProcess(command, stdout=lines, stderr=subprocess.STDOUT)
+        late = ""
+        try:
+            process.wait(row.budget)
+        except subprocess.TimeoutExpired:
+            late = f"over its {row.budget:.0f} s; "
+        finally:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                late = f"over its {row.budget:.0f} s; "
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        if "loss" not in found and "error" not in found:
-            found["error"] = late + log.read_text()[-2000:]
-        return found
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if "seconds" in found and "floor_seconds" in found:
+        found["share_of_floor"] = found["floor_seconds"] / found["seconds"]
+    if late:
+        found["late"] = f"{late}the last lines were {log.read_text()[-500:]}"
+    if "loss" not in found and "error" not in found:
+        found["error"] = late + log.read_text()[-2000:]
+    return found
+
+
+def noting(out: Path, found: dict[str, Any]) -> Note:
+    """Return a function that adds figures to ``found`` and writes all to a file, whole or not at all."""
+
+    def note(figures: dict[str, Any]) -> None:
+        found.update(figures)
+        draft = out.with_suffix(".draft")
+        draft.write_text(json.dumps(found))
+        draft.replace(out)
+
+    return note
 
 
 def words_of(result: dict[str, Any]) -> str:
@@ -134,20 +167,25 @@ def words_of(result: dict[str, Any]) -> str:
         parts.append(f"plan {result['planned_gib']:.2f} ({off:+.1%})")
     parts.append(f"{result['seconds']:.1f} s")
     parts.append(f"{result['length'] / result['seconds']:,.0f} tokens/s")
-    if "floor_seconds" in result:
+    if "share_of_floor" in result:
         parts.append(f"floor {result['floor_seconds']:.1f} s ({result['share_of_floor']:.2f})")
     parts.append(f"loss {result['loss']:.4f}, gradient norm {result['gradient_norm']:.4f}")
     published = PUBLISHED.get(int(result["cap"]))
     if published and result["shape"] == "8b":
         parts.append(f"{result['length'] / published:.2f}x of what Unsloth publishes")
+    if "attention" in result:
+        parts.append(f"attention by {result['attention'] or 'what the run takes'}")
+    if "profile" in result:
+        parts.append(f"profile of {words_of_profile(result['profile'])}")
+    parts += [result[name] for name in ("late", "error") if name in result]
     return f"{start} {', '.join(parts)}"
 
 
 # --- ours ---
 
 
-def run_ours(row: Row, out: Path) -> None:
-    """Plan the longest document, train on it, time the floor, and write what was found."""
+def run_ours(row: Row, note: Note) -> None:
+    """Plan the longest document, time the floor of a step, train, and note what is found."""
     import torch
     from long_documents import build_model, train_tokenizer
 
@@ -162,9 +200,9 @@ def run_ours(row: Row, out: Path) -> None:
         cap = int(row.cap * GIGA)
         whole = recipe_for(row.shape, row.layers, folder / "whole", on_card)
         length = row.length or longest_document(whole, cap)
-        found: dict[str, Any] = {"length": length, "layers": row.layers}
+        note({"length": length, "layers": row.layers})
         taken, facts = planned(whole, length, cap)
-        found |= {"planned_seconds": taken.seconds, "settings": taken.settings}
+        note({"planned_seconds": taken.seconds, "settings": taken.settings})
         layers = row.layers
         settings = taken.settings
         fixed = taken.fitted.memory.fixed
@@ -174,26 +212,66 @@ def run_ours(row: Row, out: Path) -> None:
             less, _ = planned(part, length, cap)
             cap = int(row.cap * GIGA) - (fixed - less.fitted.memory.fixed)
             taken, facts = planned(part, length, cap)
-        found |= {"ran_layers": layers, "cap_bytes": cap, "card_decides": on_card}
-        found["planned_gib"] = taken.fitted.held / GIB
-        found["moved_inputs"] = taken.fitted.memory.moved_inputs
-        out.write_text(json.dumps(found))
+        memory = taken.fitted.memory
+        note(
+            {
+                "ran_layers": layers,
+                "cap_bytes": cap,
+                "card_decides": on_card,
+                "planned_gib": taken.fitted.held / GIB,
+                "moved_inputs": memory.moved_inputs,
+                "results_here": memory.results_here,
+            }
+        )
         print(f"{length:,} tokens, {layers} layers, {taken.seconds:.0f} s by plan", flush=True)
 
         settings = settings if on_card else {}
-        warm = build_model(row.shape, min(WARM_UP_LAYERS, layers), WARM_UP_LENGTH)
-        train(warm, tokenizer, min(WARM_UP_LENGTH, length), 1, 0, folder / "warm", settings)
-        del warm
-        model = build_model(row.shape, layers, length)
-        steps = 1 if taken.seconds > LONG_STEP else 3
-        found |= train(model, tokenizer, length, steps, cap, folder / "long", settings)
-        del model
-        gc.collect()
-        out.write_text(json.dumps(found))
-        floor = timed_floor(facts, length)
-        found |= {"floor": asdict(floor), "floor_seconds": floor.seconds}
-        found["share_of_floor"] = floor.seconds / found["seconds"]
-        out.write_text(json.dumps(found))
+        with attending_by(row.attention):
+            floor = timed_floor(facts, length)
+        note({"floor": asdict(floor), "floor_seconds": floor.seconds})
+        with attending_by(row.attention):
+            warm = build_model(row.shape, min(WARM_UP_LAYERS, layers), WARM_UP_LENGTH)
+            once = Training(min(WARM_UP_LENGTH, length), 1, 0, settings)
+            train(warm, tokenizer, once, folder / "warm", lambda figures: None)
+            del warm
+            model = build_model(row.shape, layers, length)
+            steps = 1 if taken.seconds > LONG_STEP else 3
+            long = Training(length, steps, cap, settings, row.profiles)
+            train(model, tokenizer, long, folder / "long", note)
+
+
+@contextmanager
+def attending_by(name: str) -> Iterator[None]:
+    """Context in which attention runs by a backend, where it can.
+
+    Args:
+        name: of ``attention.BACKENDS``, or ``CUDNN``; empty for the usual choice.
+
+    Raises:
+        RuntimeError: at its end, another one ran.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from chronicals.attention import backends
+
+    if not name:
+        yield
+        return
+    first = "per-document" if name == CUDNN else name
+    usual = backends.order
+    backends.logged_choices.clear()
+    backends.order = lambda needs: (first, *usual(needs))
+    kernels = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == CUDNN else nullcontext()
+    try:
+        with kernels:
+            yield
+    finally:
+        backends.order = usual
+    # proofs on small models are in other dtypes
+    ran = {chosen for chosen, needs, _ in backends.logged_choices if "float16" in needs}
+    if ran != {first}:
+        found = ", ".join(sorted(ran)) or "none in 16 bits"
+        raise RuntimeError(f"--attention {name}: attention ran by {found}")
 
 
 def recipe_for(shape: str, layers: int, folder: Path, on_card: bool) -> Any:
@@ -209,18 +287,6 @@ def recipe_for(shape: str, layers: int, folder: Path, on_card: bool) -> Any:
     return Recipe.given("long-context", None, **fields)
 
 
-FIELDS: dict[str, Any] = {
-    "use_lora": True,
-    "lora_rank": 32,
-    "lora_alpha": 32,
-    "lora_dropout": 0.0,
-    "quantization": "nf4",
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "objective": "pretraining",
-}
-
-
 def planned(recipe: Any, length: int, cap: int) -> tuple[Any, Any]:
     """Return what ``fit`` takes for a document of this length, and the facts of the run."""
     from chronicals.planning.ways import planned_facts
@@ -228,108 +294,6 @@ def planned(recipe: Any, length: int, cap: int) -> tuple[Any, Any]:
 
     facts = planned_facts(recipe.replace(max_seq_length=length), cap, 1)
     return fit_settings(facts).taken, facts
-
-
-def train(
-    model: Any,
-    tokenizer: Any,
-    length: int,
-    steps: int,
-    cap: int,
-    folder: Path,
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """Train on one document, and return peak, seconds of a step, loss and gradient norm.
-
-    Args:
-        model: with random weights in 16 bits.
-        tokenizer: any.
-        length: tokens of the document.
-        steps: number of steps.
-        cap: bytes that the allocator may reserve from the first step on; 0 for all.
-        folder: for the run's files.
-        settings: fields of the configuration.
-    """
-    import torch
-
-    from chronicals import ChronicalsConfig, ChronicalsTrainer
-    from chronicals.training import Callback
-
-    on_card = torch.cuda.is_available()
-    pinned = PinnedSeconds()
-    logging.getLogger("chronicals.memory").addHandler(pinned)
-    logging.getLogger("chronicals.memory").setLevel(logging.INFO)
-
-    class Steps(Callback):
-        """Caps the allocator when the model is ready, and notes when the last step is done."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def run_began(self, run: Any) -> None:
-            gc.collect()
-            if on_card:
-                torch.cuda.empty_cache()
-                if cap:
-                    total = torch.cuda.get_device_properties(0).total_memory
-                    torch.cuda.set_per_process_memory_fraction(min(cap / total, 1.0))
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            self.times.append(time.monotonic())
-
-        def step_done(self, metrics: Any) -> None:
-            self.times.append(time.monotonic())
-            print(f"step after {self.times[-1] - self.times[-2]:.1f} s", flush=True)
-
-    fields = {**FIELDS, "use_gradient_checkpointing": True, **settings}
-    config = ChronicalsConfig(
-        **fields,
-        max_seq_length=length,
-        max_steps=steps,
-        warmup_steps=0,
-        trackers=[],
-        report_samples=0,
-        save_steps=None,
-        output_dir=folder / "run",
-        cache_dir=folder / "tokens",
-        check_memory=False,
-        **({"gpu_memory": cap / GIGA} if cap and on_card else {}),
-    )
-    document = [5 + (i * i + i // 7) % 290 for i in range(length)]
-    clock = Steps()
-    result = ChronicalsTrainer(model, tokenizer, config, callbacks=[clock]).train(
-        [{"input_ids": document}]
-    )
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(lines[-1])
-    seconds = [end - begin for begin, end in pairwise(clock.times)]
-    seconds[0] -= pinned.seconds
-    if steps > 1:  # metrics of a step come while the next one runs, so the run's own clock is taken
-        rates = [json.loads(line)["tokens_per_second"] for line in lines[1:]]
-        seconds = [length / rate for rate in rates]
-    return {
-        "loss": result.loss,
-        "gradient_norm": last["grad_norm"],
-        "steps": steps,
-        "pinned_seconds": pinned.seconds,
-        "seconds": min(seconds),
-        "all_seconds": seconds,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_card else 0.0,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_card else 0.0,
-    }
-
-
-class PinnedSeconds(logging.Handler):
-    """Sums the seconds that a run says it took to pin host memory, which its first step does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds = 0.0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "pinned" in record.msg:
-            assert isinstance(record.args, tuple)
-            self.seconds += float(record.args[-1])  # type: ignore[arg-type]
 
 
 def timed_floor(facts: Any, length: int) -> Any:
@@ -404,129 +368,19 @@ def timed(run: Any, times: int) -> float:
     return (time.perf_counter() - began) / times
 
 
-# --- Unsloth ---
-
-
-def run_unsloth(row: Row, out: Path) -> None:
-    """Find the longest document of Unsloth under the cap by bisection, and its seconds a step."""
-    began = time.monotonic()
-    from unsloth import FastLanguageModel  # before torch  # isort: skip
-    import torch
-    from long_documents import build_model, train_tokenizer
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "model"
-        made = build_model(row.shape, row.layers, 1 << 20)
-        made.save_pretrained(folder)
-        tokenizer = train_tokenizer(
-            ["the quick brown fox takes the long way home"] * 20, vocab_size=300
-        )
-        tokenizer.save_pretrained(folder)
-        del made, tokenizer
-        gc.collect()
-        torch.cuda.empty_cache()
-        tiled = {"unsloth_tiled_mlp": True} if row.arm == "unsloth-tiled" else {}
-        model, _ = FastLanguageModel.from_pretrained(
-            str(folder),
-            max_seq_length=1 << 19,
-            dtype=torch.bfloat16,
-            load_in_4bit=True,
-            use_gradient_checkpointing="unsloth",
-            **tiled,
-        )
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=FIELDS["lora_rank"],
-        lora_alpha=FIELDS["lora_alpha"],
-        lora_dropout=0,
-        bias="none",
-        target_modules=[
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            "o_proj",
-            "gate_proj",
-            "up_proj",
-            "down_proj",
-        ],
-        use_gradient_checkpointing="unsloth",
-    )
-    FastLanguageModel.for_training(model)
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(row.cap * GIGA / total, 1.0))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
-    torch.cuda.reset_peak_memory_stats()
-
-    def step(length: int) -> dict[str, Any] | None:
-        """Return a step's figures, None where it runs out of memory."""
-        ids = torch.arange(length, device="cuda").remainder(290).add(5)[None]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        try:
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            print(f"{length:,} tokens in {seconds:.1f} s", flush=True)
-            return {"seconds": seconds, "loss": loss.item(), "gradient_norm": norm.item()}
-        except torch.OutOfMemoryError:
-            print(f"{length:,} tokens do not fit", flush=True)
-            return None
-        finally:
-            optimizer.zero_grad(set_to_none=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-
-    step(PROBE_GRANULE)  # kernels are compiled
-    found: dict[str, Any] = {"layers": row.layers, "ran_layers": row.layers}
-    if row.length:
-        step(row.length)
-        best = (row.length, step(row.length))
-    else:
-        best = bisected(step, PUBLISHED.get(int(row.cap), FIRST_PROBE), began + row.budget)
-    length, figures = best
-    if figures is None:
-        found["error"] = f"out of memory at {length:,} tokens"
-    else:
-        found |= {"length": length, **figures, "peak_gib": torch.cuda.max_memory_allocated() / GIB}
-    out.write_text(json.dumps(found))
-
-
-def bisected(step: Any, first: int, ends: float) -> tuple[int, dict[str, Any] | None]:
-    """Return the longest length whose step fits, and that step's figures.
-
-    Args:
-        step: runs a step of a length; None where it does not fit.
-        first: length that is tried first.
-        ends: when no more may be tried, by ``time.monotonic``.
-    """
-    fits, figures = 0, None
-    fails = 0
-    length = first
-    longest_probe = 0.0
-    while fails == 0 or fails - fits > PROBE_GRANULE:
-        if time.monotonic() + 2 * longest_probe > ends:
-            break
-        began = time.monotonic()
-        found = step(length)
-        longest_probe = max(longest_probe, time.monotonic() - began)
-        if found is None:
-            fails = length
-        else:
-            fits, figures = length, found
-        length = 2 * fits if fails == 0 else (fits + fails) // 2
-        if length < PROBE_GRANULE:
-            break
-    return fits or fails, figures
-
-
 def main() -> None:
     row = Row(**json.loads(sys.argv[1]))
-    run = run_ours if row.arm == "ours" else run_unsloth
-    run(row, Path(sys.argv[2]))
+    note = noting(Path(sys.argv[2]), {})
+    try:
+        if row.arm == "ours":
+            run_ours(row, note)
+        else:
+            from unsloth_documents import run_unsloth
+
+            run_unsloth(row, note)
+    except Exception as error:
+        note({"error": f"{type(error).__name__}: {error}"[:1000]})
+        raise
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ peak.
     [--policies default,lean]
         [--where] [--shape 8b|tiny] [--commit HASH]
     python benchmarks/long_documents.py OUTPUT.json --caps 12,24,80 [--arms ours,unsloth,unsloth-tiled]
-        [--length N] [--step-seconds 150] [--budget 450]
+        [--length N] [--step-seconds 150] [--budget 450] [--profile] [--attention BACKEND]
 
 With ``--caps`` the allocator is capped at so many GB, and the longest document that fits is trained
 on (``capped_documents``). Without:
@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 import transformers
-from capped_documents import run_rows
+from capped_documents import ARMS, CUDNN, run_rows
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
+from chronicals.attention import BACKENDS
 from chronicals.data.tokens.tokenizer_training import train_tokenizer
 from chronicals.policies.needed_memory import logger as memory_log
 from chronicals.training import Callback
@@ -246,7 +247,19 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=0, help="tokens, not the longest")
     parser.add_argument("--step-seconds", type=float, default=150.0)
     parser.add_argument("--budget", type=float, default=450.0, help="seconds of all rows")
+    parser.add_argument("--profile", action="store_true", help="trace one more step of each row")
+    parser.add_argument(
+        "--attention",
+        choices=["", *BACKENDS, CUDNN],
+        default="",
+        help="backend of our rows with a cap; what a run takes by default",
+    )
     given = parser.parse_args()
+    unknown = set(given.arms.split(",")) - set(ARMS)
+    if unknown:
+        parser.error(f"--arms {', '.join(sorted(unknown))}: choose of {', '.join(ARMS)}")
+    if not given.caps and (given.profile or given.attention):
+        parser.error("--profile and --attention are for rows with --caps")
     given.layers = given.layers or (32 if given.caps else 8)
     if given.caps:
         run_rows(given)

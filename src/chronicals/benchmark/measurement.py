@@ -330,10 +330,15 @@ class Profiler:
             torch.cuda.synchronize()
         self.trace.start()
 
-    def stop(self, steps: int, step_seconds: float) -> dict[str, Any]:
-        """Write the trace and return the ``breakdown`` of its time."""
+    def events(self) -> list[dict[str, Any]]:
+        """End and write the trace, and return its events."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.trace.stop()
         self.trace.export_chrome_trace(str(self.path))
-        return breakdown(json.loads(self.path.read_text())["traceEvents"], steps, step_seconds)
+        events: list[dict[str, Any]] = json.loads(self.path.read_text())["traceEvents"]
+        return events
+
+    def stop(self, steps: int, step_seconds: float) -> dict[str, Any]:
+        """End and write the trace, and return the ``breakdown`` of its time."""
+        return breakdown(self.events(), steps, step_seconds)

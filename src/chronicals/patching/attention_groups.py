@@ -34,7 +34,7 @@ Its arguments are the output's edge in the graph, the output's gradient, and the
 
 @dataclass(frozen=True)
 class Attended:
-    """What attention gave for a group, in the backward pass.
+    """Attention's output of a group, in the backward pass.
 
     Attributes:
         value: the output, ``[T, n, W]``, without a graph.
