@@ -12,7 +12,8 @@ process of its own; what is in OUT.json is run again only if it is named.
   the missing experts while the layer before runs, and wrong ones in the place of the others. Its
   recall is printed beside: that of all layers, of which nothing names the first one's experts.
 - ``prompt``: a pass over 8,192 tokens.
-- ``cpu-50``: as ``decode-50``, with a share of the misses computed by the CPU.
+- ``cpu-50``, ``kt-50``: as ``decode-50``, with a share of the misses computed by the CPU, by torch's
+  products or by kt-kernel's, which needs its wheel and a CPU with AVX-512 for bf16.
 - ``map-50``: as ``decode-50``, with transformers' ``device_map``: experts on the CPU.
 - ``lora-4k``, ``-16k``, ``-64k``, ``qlora-…``: steps with frozen experts in 4 GiB, over resident ones.
 - ``whole``: QLoRA of all 48 layers on 4,096 tokens, and its peak.
@@ -24,8 +25,8 @@ and a multiple of a layer's, from which ``tokens/s of 48 layers`` and the share 
 computed. Budgets are scaled likewise. Rows are printed only with what shows that they computed the
 same: greedy tokens and logits of decoding, losses, gradient norms and weights of training.
 
-Not run here: llama.cpp's ``--n-cpu-moe``, which needs a build with CUDA, and kt-kernel, which needs a
-processor with AMX.
+Not run here: llama.cpp's ``--n-cpu-moe``, which needs a build with CUDA, and kt-kernel's layer with
+LoRA, which needs a processor with AMX.
 """
 
 from __future__ import annotations
@@ -271,7 +272,8 @@ def rows() -> dict[str, Callable[[Sizes], dict[str, Any]]]:
         predicted = partial(decoded, missing, recall=recall)
         found[predicted_name(missing, recall)] = predicted
     found["prompt"] = prompted
-    found["cpu-50"] = partial(decoded, 0.5, mode="numerical")
+    found["cpu-50"] = partial(decoded, 0.5, by_cpu="torch")
+    found["kt-50"] = partial(decoded, 0.5, by_cpu="kt")
     found["map-50"] = partial(mapped, 0.5)
     for name, quantised in (("lora", False), ("qlora", True)):
         for thousands in (4, 16, 64):
@@ -288,6 +290,7 @@ BARS = {
     },
     "prompt": ("share", 0.85),
     "cpu-50": ("gain", 1.5),
+    "kt-50": ("gain", 1.5),
     **{f"{name}-{size}k": ("share", 0.80) for name in ("lora", "qlora") for size in (4, 16, 64)},
 }
 """What a row must reach."""

@@ -28,6 +28,8 @@ from torch import Tensor
 import chronicals
 from chronicals.generation import EngineSettings, Request
 from chronicals.generation.engine import Engine
+from chronicals.moe.offload.cpu_products import TorchProducts
+from chronicals.moe.offload.kt_products import KtProducts, why_it_does_not_run
 
 FEW_TOKENS = 8
 """Tokens of a short answer."""
@@ -132,11 +134,27 @@ def resident_decoding(sizes: Sizes, missing: float) -> dict[str, Any]:
     return found
 
 
+def compute_by(model: Any, name: str) -> None:
+    """Let the CPU compute its share by the products of that name: ``torch`` or ``kt``.
+
+    Raises:
+        ValueError: kt-kernel is not installed, or does not run on this CPU.
+    """
+    cpu = model.offload.engine.cpu
+    is_kt = isinstance(cpu.products, KtProducts)
+    if name == "kt" and not is_kt:
+        raise ValueError(f"kt-kernel: is not installed, or {why_it_does_not_run()}")
+    if name == "torch" and is_kt:
+        cpu.products.close()
+        cpu.products = TorchProducts()
+
+
 def offloaded_decoding(
     sizes: Sizes,
     missing: float,
     resident: dict[str, Any],
     prediction: ForcedPrediction | None = None,
+    by_cpu: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return times of the model with experts in host memory, and whether it computes the same.
@@ -146,10 +164,13 @@ def offloaded_decoding(
         missing: share of the experts of a token that are not in slots.
         resident: what ``resident_decoding`` returned.
         prediction: names the experts of the routes; None for what a layer chose last.
+        by_cpu: products by which the CPU computes a share, as of ``compute_by``.
         **options: of ``chronicals.offload``.
     """
     named = {} if prediction is None else {"predictor": prediction}
     model = offloaded(built(sizes, sizes.layers).eval(), sizes, **named, **options)
+    if by_cpu is not None:
+        compute_by(model, by_cpu)
     chronicals.patch_model(model)
     same = compared(resident["logits"], logits_of(model))
     forced = ForcedRoutes(model, routes_of(sizes, missing), where(), prediction)
@@ -170,14 +191,14 @@ def offloaded_decoding(
 
 
 def decoded(
-    missing: float, sizes: Sizes, mode: str = "exact", recall: float | None = None
+    missing: float, sizes: Sizes, by_cpu: str | None = None, recall: float | None = None
 ) -> dict[str, Any]:
     """Return the row of decoding with a share of missing experts.
 
     Args:
         missing: that share.
         sizes: sizes.
-        mode: of a second arm, as of ``chronicals.offload``; ``exact`` for none.
+        by_cpu: products of a second arm in ``mode="numerical"``; None for no such arm.
         recall: share of the missing experts that a prediction names; None for no prediction.
     """
     bus = bus_rate(sizes.record)
@@ -189,8 +210,8 @@ def decoded(
         prediction = ForcedPrediction(table, sizes.model["num_experts"], recall)
     arms = {"exact": offloaded_decoding(sizes, missing, resident, prediction)}
     free()
-    if mode != "exact":
-        arms[mode] = offloaded_decoding(sizes, missing, resident, mode=mode)
+    if by_cpu is not None:
+        arms[by_cpu] = offloaded_decoding(sizes, missing, resident, by_cpu=by_cpu, mode="numerical")
     exact = arms["exact"]
     # Wrong experts that a prediction named are no part of the bound.
     copies = (exact["missing"] + exact["used"]) * sizes.record / bus
@@ -206,8 +227,8 @@ def decoded(
         "arms": arms,
         "share": bound * exact["tokens/s of 48 layers"],
     }
-    if mode != "exact":
-        found["gain"] = exact["seconds"] / arms[mode]["seconds"]
+    if by_cpu is not None:
+        found["gain"] = exact["seconds"] / arms[by_cpu]["seconds"]
     return found
 
 

@@ -39,6 +39,7 @@ from chronicals.moe.offload.eviction import (
     Expert,
 )
 from chronicals.moe.offload.files import ExpertFiles
+from chronicals.moe.offload.kt_products import cpu_products_for
 from chronicals.moe.offload.module import StreamedExperts, streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor
 from chronicals.moe.offload.predictors import NamedPredictor, predictor_named
@@ -64,9 +65,10 @@ from chronicals.quantization.experts import TAKES_STACKS
 
 logger = logging.getLogger(__name__)
 
+NUMERICAL = "numerical"
 SOFT = "soft"
 
-MODES = ("exact", "numerical", SOFT)
+MODES = ("exact", NUMERICAL, SOFT)
 """Values of ``mode``."""
 
 EXPERTS_IN_FILES = r"\.experts\.(\d+\.|gate_up_proj|down_proj)"
@@ -327,7 +329,8 @@ def open_experts(
     """
     slots = slots_within(engine.layers, budgets.device, budgets.device_name)
     made = predictor if isinstance(predictor, Predictor) else predictor.made(model)
-    engine.open(slots, device, policy, made, io, cpu_share=mode == "numerical")
+    cpu = cpu_products_for(engine, budgets.host) if mode == NUMERICAL else None
+    engine.open(slots, device, policy, made, io, cpu)
     if mode == SOFT:
         let_shared_experts_stand_in(model, engine)
     model.offload = Offload(model, engine, mode, predictor)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from chronicals.moe.offload.cpu_products import CpuProducts, TorchProducts
 
 BUS_BYTES_A_SECOND = 25e9
 """Rate of the bus until a copy was timed: half of what a PCIe 5 bus carries."""
@@ -35,10 +37,12 @@ class CpuShare:
 
     Attributes:
         record_bytes: bytes of a record.
+        products: what the CPU computes by.
         bus_seconds, cpu_seconds: mean seconds of a copy, and of the CPU's products of an expert.
     """
 
     record_bytes: int
+    products: CpuProducts = field(default_factory=TorchProducts)
     bus_seconds: float = 0.0
     cpu_seconds: float = 0.0
 

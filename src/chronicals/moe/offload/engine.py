@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chronicals.moe.offload.copies import CopyEngine, Load, Rows
+from chronicals.moe.offload.cpu_products import CpuProducts
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
 from chronicals.moe.offload.events import EventLog, LayerCounts
@@ -111,7 +112,7 @@ class ExpertEngine:
         policy: EvictionPolicy,
         predictor: Predictor | None = None,
         io: Path | None = None,
-        cpu_share: bool = False,
+        cpu: CpuProducts | None = None,
     ) -> None:
         """Make the slots on a device.
 
@@ -121,7 +122,7 @@ class ExpertEngine:
             policy: chooses the experts that give up their slots.
             predictor: says which experts are wanted next.
             io: file for lines of events.
-            cpu_share: the CPU computes a share of the missing experts.
+            cpu: products by which the CPU computes a share of the missing experts; None for none.
         """
         assert slots >= least_slots_of(self.layers)
         self.slots = min(slots, self.experts)
@@ -129,14 +130,14 @@ class ExpertEngine:
         self.policy = policy
         self.predictor = predictor
         self.log.file = io
-        self.cpu = CpuShare(self.slot_bytes) if cpu_share else None
+        self.cpu = None if cpu is None else CpuShare(self.slot_bytes, cpu)
         if device.type == "cuda" and not self.slab.pinned:
             self.slab.pin()
         with torch.inference_mode(False):
             self._memory = torch.empty(
                 self.slots, self.slot_bytes, dtype=torch.uint8, device=device
             )
-        times = cpu_share or io is not None
+        times = cpu is not None or io is not None
         self._copies = CopyEngine(device, self._memory, times)
         self._slot_of = {}
         self._free = list(range(self.slots))[::-1]
@@ -171,6 +172,8 @@ class ExpertEngine:
         self.is_closed = True
         if self.predictor is not None:
             self.predictor.close()
+        if self.cpu is not None:
+            self.cpu.products.close()
         if self.device is not None:
             self._copies.finish()
         self.log.close()

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.cuda_graphs import cut_capture, is_capture_under_way
-from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
-from chronicals.kernels.expert_glu import Gate, expert_glu
-from chronicals.kernels.fused_experts import ExpertWeights, ProductInput, apply_product
+from chronicals.kernels.expert_glu import Gate
+from chronicals.kernels.fused_experts import ExpertWeights
 from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.quantization import PackedExperts, class_module
@@ -192,30 +190,11 @@ class HostShare:
         self.experts = experts
 
     def outputs(self, x: Tensor, counts: Sequence[int], gate: Gate) -> Tensor:
-        """Return the outputs of rows that are sorted by expert, by torch's own products."""
-        engine = self.source.engine
-        assert engine.cpu is not None
-        with engine.cpu.computing(len(self.experts)):
-            memory = engine.host_memory_of(self.source.layer, self.experts)
-            up, down = self.source.weights_in(memory)
-            ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-            to = dispatch_to_experts(ids[:, None], len(counts))
-            unit, _ = expert_glu(_by_cpu(x, up, to, counts), gate)
-            assert unit is not None
-            return _by_cpu(unit, down, to, counts)
-
-
-def _by_cpu(x: Tensor, of: ExpertWeights, to: Dispatch, counts: Sequence[int]) -> Tensor:
-    """Return the product of rows with their experts by torch's products in the dtype of x."""
-    if not isinstance(of.weight, Tensor) or of.slots is None:
-        return apply_product(ProductInput(x), of, to, False, x.dtype)[0]
-    weight, bias = of.weight_ENK, of.bias
-    return torch.cat(
-        [
-            F.linear(rows, weight[slot], None if bias is None else bias[slot])
-            for rows, slot in zip(x.split(list(counts)), of.slots.tolist())
-        ]
-    )
+        """Return the outputs of rows that are sorted by expert."""
+        cpu = self.source.engine.cpu
+        assert cpu is not None
+        with cpu.computing(len(self.experts)):
+            return cpu.products.outputs(self.source, self.experts, x, counts, gate)
 
 
 @dataclass(frozen=True)
