@@ -5,6 +5,7 @@ import torch
 
 import families
 from chronicals.generation import Engine, EngineSettings, Request
+from chronicals.kernels import decode_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import RowSquares, few_rows_layer, patch_parts
 from interpreted import counted_launches, kernels_run, only_interpreted
@@ -56,8 +57,9 @@ def test_it_is_the_layer(family, set_constants):
     layers = launches["_few_rows_product_kernel"] // 4
     assert layers and layers % len(model.model.layers) == 0
     set_constants(few_rows_layer, MOST_WEIGHT_BYTES=0)
+    set_constants(decode_attention, NARROWEST=1024)
     expected, wanted, others = answers(model)
-    assert not others["_few_rows_product_kernel"]
+    assert not others["_few_rows_product_kernel"] and not others["_decode_attention_kernel"]
     assert tokens == expected
     torch.testing.assert_close(values, wanted, atol=2e-5, rtol=0)
     if family in ("qwen2", "phi3"):
