@@ -5,7 +5,8 @@
 
 A sample is a CUDA graph of one launch for each of as many weights as the L2 cache cannot hold, so
 kernels follow each other as in a decode step; printed are microseconds a launch, beside cuBLAS's
-product alone and the time of the weight's bytes at the copy rate. What is chosen by itself has a star.
+product alone. What is chosen by itself has a star. Then attention of one token of each sequence to its pages,
+by the number of splits.
 """
 
 from __future__ import annotations
@@ -32,11 +33,18 @@ from chronicals.kernels.few_rows_product import (
     few_rows_sum,
     few_rows_tile,
 )
+from chronicals.kernels.paged_attention import paged_attention
 
 COLD_BYTES = 256 << 20
 """Bytes of the weights of a sample: five times the L2 cache of an H200."""
 
 SAMPLES = 7
+
+HEADS = {"tiny": (4, 2, 16), "0.5b": (14, 2, 64), "1.5b": (12, 2, 128), "8b": (32, 8, 128)}
+"""Query heads, key heads and their width."""
+
+PAGE = 16
+SPLITS = (None, 1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -160,12 +168,36 @@ def measured(product: Product, rows: int, device: str, end: float) -> dict[str, 
     return {"rows": rows, "bytes": size, "cublas": cublas, "tiles": found}
 
 
+def attention_by_splits(model: str, rows: int, keys: int, device: str) -> dict[str, float]:
+    """Return the microseconds of attention to so many keys of each sequence, by splits."""
+    heads, key_heads, width = HEADS[model]
+    pages = keys // PAGE
+    count = 1 if device == "cpu" else 8
+    caches = [
+        torch.randn(2, rows * pages, PAGE, key_heads, width, device=device).bfloat16()
+        for _ in range(count)
+    ]
+    table = torch.randperm(rows * pages, device=device).view(rows, pages)
+    lengths = torch.full((rows,), keys, device=device)
+    q = torch.randn(rows, heads, width, device=device).bfloat16()
+    found = dict[str, float]()
+    for splits in SPLITS:
+
+        def attend(cache: Tensor, splits: int | None = splits) -> Tensor:
+            k, v = cache
+            return paged_attention(q, k, v, table, lengths, scale=width**-0.5, splits=splits)
+
+        found[str(splits)] = microseconds(attend, caches)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", default="0.5b", choices=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="*", default=[64])
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--keys", type=int, nargs="*", default=[256, 512, 768])
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     device = "cpu" if given.tiny else "cuda"
@@ -181,6 +213,12 @@ def main() -> None:
         chosen = found["tiles"][0]
         for one in [*sorted(timed, key=lambda one: one["microseconds"])[:8], chosen]:
             print("*" if one is chosen else " ", one)
+    model = "tiny" if given.tiny else given.model
+    for rows, keys in itertools.product(given.rows, given.keys):
+        times = attention_by_splits(model, rows, keys, device)
+        results["products"][f"attention, {rows} rows, {keys} keys"] = times
+        given.output.write_text(json.dumps(results, indent=1))
+        print(f"attention, {rows} rows, {keys} keys:", {n: round(t, 2) for n, t in times.items()})
 
 
 if __name__ == "__main__":

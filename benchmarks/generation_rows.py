@@ -11,12 +11,15 @@ enough for 512 new tokens they make as many as ``--peer-tokens``, and ours runs 
 A step's floor is what it must read and multiply, at the rates of the card (``chronicals doctor
 --rates``): for each product the longer of its weight's bytes at the copy rate and its FLOPs at the
 product rate, keys and values of all sequences (a shared prompt once), and the logits. Beside it
-stands the floor with the time of an empty node of a graph for each kernel of a step.
+stands the floor with the time of an empty node of a graph for each kernel of a step. The shares are those
+of the whole call, prompts included, and of a step, the median between two looks of the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -25,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -36,7 +40,8 @@ from torch.profiler import ProfilerActivity, profile
 from chronicals.benchmark.shapes import word_tokenizer, zipf_ids
 from chronicals.cards import BF16, Rates
 from chronicals.generation import Engine, EngineSettings, Request, Sampling
-from chronicals.generation.call import LOGIT_ROWS
+from chronicals.generation.call import LOGIT_ROWS, Call
+from chronicals.generation.decode_graphs import DecodeGraphs
 from chronicals.models import quantise_layers
 from chronicals.patching import patch_parts
 from chronicals.quantization import NF4
@@ -126,11 +131,14 @@ def measured(row: Row, arm: str, new: int, tiny: bool) -> dict[str, Any]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    nodes = {}
-    if arm == "ours" and torch.cuda.is_available():
-        nodes = {**kernels_of_step(call, row), "empty_node": empty_node_seconds()}
+    more: dict[str, Any] = {}
+    if arm == "ours":
+        more["step_seconds"] = call.step_seconds
+        more["parts"] = call.seconds_by_part(new)
+        if torch.cuda.is_available():
+            more |= {**kernels_of_step(call, row), "empty_node": empty_node_seconds()}
     return {
-        **nodes,
+        **more,
         "row": row.name,
         "arm": arm,
         "new": new,
@@ -185,23 +193,83 @@ def empty_node_seconds(count: int = 1000) -> float:
     return begin.elapsed_time(end) / 1000 / count
 
 
-def ours(model: Any, row: Row, prompts: list[list[int]]) -> Any:
-    """Return a function that generates so many tokens with the engine, and counts them.
+class Ours:
+    """The engine, over fused layers as those of a model that is being trained are.
 
-    The layers are fused, as those of a model that is being trained are.
+    Args:
+        model: in evaluation mode.
+        row: answers.
+        prompts: their prompts.
     """
-    patch_parts(model, whole_layers=True)
-    engine = Engine(model, EngineSettings(slots=row.sequences))
 
-    def call(new: int) -> int:
-        requests = [
-            Request(ids, new, Sampling(temperature=1.0), row.answers, number)
-            for number, ids in enumerate(prompts)
-        ]
-        answers = engine.generate(requests)
+    def __init__(self, model: Any, row: Row, prompts: list[list[int]]):
+        patch_parts(model, whole_layers=True)
+        self.engine = Engine(model, EngineSettings(slots=row.sequences))
+        self.row = row
+        self.prompts = prompts
+        self.looks: list[tuple[float, int]] = []
+
+    def __call__(self, new: int) -> int:
+        """Generate so many tokens of each answer, and return how many there are in all."""
+        self.looks = []
+        answers = self.engine.generate(self.requests(new), self._note)
         return sum(len(answer.tokens) for group in answers for answer in group)
 
-    return call
+    def requests(self, new: int) -> list[Request]:
+        """Return the requests of a call."""
+        return [
+            Request(ids, new, Sampling(temperature=1.0), self.row.answers, number)
+            for number, ids in enumerate(self.prompts)
+        ]
+
+    def _note(self, request: int, number: int, tokens: list[int]) -> None:
+        """Note when the first answer got how many tokens."""
+        if request == number == 0:
+            self.looks.append((time.perf_counter(), len(tokens)))
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of the last call: the median over its looks, without prompts and captures."""
+        pairs = list(itertools.pairwise(self.looks))
+        return statistics.median((later[0] - one[0]) / (later[1] - one[1]) for one, later in pairs)
+
+    def seconds_by_part(self, new: int) -> dict[str, float]:
+        """Return the seconds of a call's parts, for each of which the host waits."""
+        spent = dict[str, float]()
+
+        def timed(name: str, function: Any) -> Any:
+            def run(*given: Any, **named: Any) -> Any:
+                wait()
+                begun = time.perf_counter()
+                result = function(*given, **named)
+                wait()
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun
+                return result
+
+            return run
+
+        parts = (
+            (Engine, "_lay_out"),
+            (Call, "_prefill"),
+            (Call, "_first_tokens"),
+            (Call, "decode_step"),
+            (Call, "_read"),
+            (DecodeGraphs, "_capture"),
+            (DecodeGraphs, "take"),
+        )
+        with contextlib.ExitStack() as patches:
+            for owner, name in parts:
+                patches.enter_context(
+                    mock.patch.object(owner, name, timed(name, getattr(owner, name)))
+                )
+            timed("whole", self)(new)
+        return spent
+
+
+def wait() -> None:
+    """Wait for the card, if there is one, unless a graph is being captured."""
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 def by_generate(model: Any, row: Row, prompts: list[list[int]]) -> Any:
@@ -270,7 +338,7 @@ def by_unsloth(model: Any, row: Row, prompts: list[list[int]]) -> Any:
 
 
 CALLS = {
-    "ours": ours,
+    "ours": Ours,
     "generate": by_generate,
     "generate_batch": by_batch,
     "unsloth": by_unsloth,
@@ -315,9 +383,12 @@ def with_floor(result: dict[str, Any], row: Row, tiny: bool, rates: Rates) -> di
     step = floor_of_step(row, shape, rates, prompt + new / 2, prompt)
     seconds = result["seconds"]
     found = {**result, "floor_seconds": new * step, "share": new * step / seconds}
+    if "step_seconds" in result:
+        found["share_of_step"] = step / result["step_seconds"]
     if "kernels" in result:
         nodes = result["kernels"] * result["empty_node"]
         found["share_with_nodes"] = new * (step + nodes) / seconds
+        found["share_of_step_with_nodes"] = (step + nodes) / result["step_seconds"]
     return found
 
 
@@ -375,7 +446,8 @@ def line_of(key: str, result: dict[str, Any]) -> str:
     if "share_with_nodes" in result:
         share += (
             f", {result['share_with_nodes']:.0%} with {result['kernels']} nodes of "
-            f"{result['empty_node'] * 1e6:.1f} us"
+            f"{result['empty_node'] * 1e6:.1f} us; a step {result['share_of_step']:.0%} and "
+            f"{result['share_of_step_with_nodes']:.0%}"
         )
     return (
         f"{key}: {result['tokens_per_second']:,.0f} tokens/s, {result['tokens']:,} tokens in "

@@ -24,6 +24,7 @@ def drawn(rows, vocabulary, dtype, device, of_scores=True):
         scores = (logits.float() - 0.5).masked_fill(left_out, float("-inf"))
     temperature = torch.empty(rows, device=device).uniform_(0.3, 2.0)
     temperature[::4] = 0.0
+    temperature[1::4] = 1.0
     min_p = torch.where(torch.rand(rows, device=device) < 0.5, 0.02, 0.0)
     keys = torch.randint(-(2**62), 2**62, (rows,), device=device)
     positions = torch.randint(0, 10**5, (rows,), device=device)
@@ -101,6 +102,8 @@ def test_a_row_does_not_depend_on_the_others(device):
         ("y - top - tl.log(mass.to(tl.float32))", "y - top"),
         ("x - most - tl.log(total)", "x - most"),
         ("chunk * CHUNK + best", "best"),
+        ("of_chunk * kept", "of_chunk"),
+        ("tl.exp(y - shift)", "tl.exp(y)"),
     ],
 )
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The bytes that a micro-step of fused layers holds are those of its moments, by recomputation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
@@ -20,12 +22,14 @@ from chronicals.memory import (
     estimate,
     recompute,
 )
+from chronicals.memory.attention_results import ResultsOnDevice
 from chronicals.memory.peak import ACTIVATIONS, TableBytes
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.models import quantise_layers
 from chronicals.patching import (
     decoder_layer,
     fuse_weights,
+    head_groups,
     patch_parts,
     recompute_norms_and_units,
     tile_layers,
@@ -183,14 +187,8 @@ class Gathered(torch.autograd.Function):
         return gradient.clone()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gathers", [False, True], ids=["", "shared prompts"])
-@pytest.mark.parametrize("way", ["full", "LoRA", "NF4"])
-@pytest.mark.parametrize("key_heads", [1, 2])
-@pytest.mark.parametrize("tile", [16, TILE])
-def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, gathers, monkeypatch):
-    """What the layers keep is their inputs; at the peak a small tile holds less than a group."""
-    model = fused(way, NOTHING, 0, 0)
+def tracked_tiles(model, tile, key_heads, monkeypatch, gathers=False):
+    """What ``tracked_micro_step`` returns of a model whose layers run in tiles."""
     tile_layers(model)
 
     def attend(q, k, v, *_, padding=0, **__):
@@ -203,21 +201,25 @@ def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, gath
     monkeypatch.setattr(recompute, "TILE", tile)
     monkeypatch.setattr(recompute, "GROUP_ROWS", 3 * TOKENS * key_heads)
     with interpreting():
-        kept, peak = tracked_micro_step(model)
+        return tracked_micro_step(model)
 
-    layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters() if p.requires_grad)
-    sums = 4 * layer if way == "full" else 0
-    down = 4 * SIZES["hidden_size"] * SIZES["intermediate_size"] if way == "full" else 0
+
+def expected_in_tiles(model, tile, gathers=False, **of_tiles):
+    """The estimate of such a model."""
     step = StepShape(
         TOKENS,
         fused=True,
         element=4,
         logit_rows=1,
-        layer_tiles=LayerTiles(tile, sums=sums, down=down),
+        layer_tiles=LayerTiles(tile, **of_tiles),
         columns=adapter_columns(model),
         gathers_keys=gathers,
     )
-    expected = estimate(model, step, WeightBytes(4, 4))
+    return estimate(model, step, WeightBytes(4, 4))
+
+
+def assert_held(expected, kept, peak):
+    """What layers keep, and the peak, are those of an estimate."""
     loss, _, last, *_ = expected.moments(LAYERS, LAYER_COUNT)
     row = 4 * TOKENS
     beside = row * (1 + 2 * SIZES["head_dim"])
@@ -225,6 +227,43 @@ def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, gath
     # the input of the first layer was there before
     before = row * SIZES["hidden_size"]
     assert last.held - expected.fixed - before == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [False, True], ids=["", "shared prompts"])
+@pytest.mark.parametrize("way", ["full", "LoRA", "NF4"])
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("tile", [16, TILE])
+def test_layers_in_tiles_hold_what_their_estimate_has(way, key_heads, tile, gathers, monkeypatch):
+    """What the layers keep is their inputs; at the peak a small tile holds less than a group."""
+    model = fused(way, NOTHING, 0, 0)
+    kept, peak = tracked_tiles(model, tile, key_heads, monkeypatch, gathers)
+    layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters() if p.requires_grad)
+    sums = 4 * layer if way == "full" else 0
+    down = 4 * SIZES["hidden_size"] * SIZES["intermediate_size"] if way == "full" else 0
+    assert_held(expected_in_tiles(model, tile, gathers, sums=sums, down=down), kept, peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("results", [1, 3, LAYER_COUNT])
+def test_layers_that_keep_results_hold_what_their_estimate_has(results, key_heads, monkeypatch):
+    """The last layers keep what attention gave; the peak is the backward pass of the last one."""
+    model = fused("LoRA", NOTHING, 0, 0)
+    with ResultsOnDevice(model.get_decoder().layers[-results:]):
+        kept, peak = tracked_tiles(model, 16, key_heads, monkeypatch)
+    expected = expected_in_tiles(model, 16)
+    expected = replace(expected, kept_results=results, results_here=results)
+    assert_held(expected, kept, peak)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [16, TILE])
+def test_heads_that_are_made_at_once_hold_what_their_estimate_has(tile, monkeypatch):
+    model = fused("LoRA", NOTHING, 0, 0)
+    monkeypatch.setattr(head_groups, "divides_heads", lambda half: False)
+    kept, peak = tracked_tiles(model, tile, 1, monkeypatch)
+    assert_held(expected_in_tiles(model, tile, at_once=True), kept, peak)
 
 
 VOCABULARY = 8192

@@ -61,23 +61,30 @@ def test_packed_layers_take_it(after_one):
     assert dtypes(model) == [FULL, HALF]
 
 
-def noted(model):
-    """What layers and the last norm are given within ``Engine.generate``, in decode steps."""
+def noted(model, tokens=1):
+    """What layers and the last norm are given by passes of so many tokens, within ``Engine.generate``.
+
+    One token is a decode step's, two are a prompt's.
+    """
     seen = {}
 
     def note(module, given, named):
         states = given[0] if given else named["hidden_states"]
-        if states.shape[1] == 1:
+        if states.shape[1] == tokens:
             seen[module] = states
 
     handles = [
         module.register_forward_pre_hook(note, with_kwargs=True)
         for module in (*model.model.layers, model.model.norm)
     ]
-    Engine(model).generate([Request([5, 6, 7], 3)])
+    Engine(model).generate([Request([5, 6], 3)])
     for handle in handles:
         handle.remove()
     return [seen[module] for module in (*model.model.layers, model.model.norm)]
+
+
+def test_prompts_are_rounded_as_in_training(after_one):
+    assert {x.dtype for x in noted(fused("qwen2"), tokens=2)} == {HALF}
 
 
 def test_it_is_not_rounded_between_layers(after_one):

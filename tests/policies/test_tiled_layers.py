@@ -28,7 +28,7 @@ from chronicals.policies import Decision, Facts, decide, needed_memory
 from chronicals.policies.exclusions import why_excluded
 from chronicals.policies.model_sizes import ModelSizes
 from chronicals.policies.needed_memory import expected_memory, refuse_what_cannot_fit
-from chronicals.policies.policy import POLICIES, MemoryLoad
+from chronicals.policies.policy import POLICIES, MemoryLoad, Running
 from chronicals.policies.step_time import AS_LONG_AS_PACKS, StepWork
 from chronicals.policies.tiled_layers import HEAD_KERNELS, makes_heads_at_once, number_of_groups
 
@@ -352,4 +352,21 @@ def test_the_run_keeps_the_results_that_were_decided():
         ):
             there.append(kept())
     assert there == 2 * [[AttentionResults] * 3 + [type(None)] + [ResultsOnDevice] * 2]
+    assert not any(hasattr(layer, RESULTS) for layer in decoder_layers(model))
+
+
+def test_a_run_that_is_short_of_memory_lets_go_of_results(tmp_path):
+    """Those that stay on the card; a host's are left."""
+    model = tiny.llama(num_hidden_layers=6)
+    here = Decision("tiled_layers", True, "as asked", results=2)
+    away = Decision("activation_offload", True, "as asked", results=3)
+    facts = facts_of(tmp_path, model)
+    running = Running(facts, {"tiled_layers": here}, model, None)
+    with TILED.around_steps(model, here), OFFLOAD.around_steps(model, away):
+        added = TILED.addition(running)
+        assert added.runs and added.results == 0 and "compute attention again" in added.reason
+        TILED.join(running, added)
+        kept = [hasattr(layer, RESULTS) for layer in decoder_layers(model)]
+        assert kept == [True] * 3 + [False] * 3
+    assert TILED.addition(replace(running, decisions={"tiled_layers": added})) is None
     assert not any(hasattr(layer, RESULTS) for layer in decoder_layers(model))

@@ -12,9 +12,9 @@ Shapes: N rows, V tokens of the vocabulary, C chunks of a row.
 
 Plain torch reads and writes the logits some twenty times, four of them in fp64. Here a first kernel
 takes maxima and sums of the chunks, a second one the weights of the chunks relative to the row's
-maximum, a third one finds the chunk that u falls in, and the token in it. Bytes that must move: two
-reads of logits and scores each, of which the second finds up to 64 rows of fp32 in the L2 cache of
-an H200 (50 MB). What a row gets does not depend on the others.
+maximum, a third one finds the chunk that u falls in, and the token in it. Bytes that must move: one
+read of logits, of scores where they are others, and with min_p another one of the scores. What a row
+gets does not depend on the others.
 """
 
 from __future__ import annotations
@@ -100,16 +100,18 @@ def _chunk_sums_kernel(
     scores_ptr,
     temperature_ptr,
     # written, [N, C]: of the logits their maximum, Σ e^(x - max) and Σ (x - max) e^(x - max); of
-    # the scores their maximum and its token
+    # y its maximum, and Σ e^(y - max) or, of a row that takes the likeliest token, that token
     highest_ptr,
     sum_ptr,
     moment_ptr,
     top_ptr,
+    weight_ptr,
     best_ptr,
     vocabulary,
     logits_row,
     scores_row,
     CHUNK: tl.constexpr,
+    SAME: tl.constexpr,  # scores are the logits
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -126,10 +128,21 @@ def _chunk_sums_kernel(
     tl.store(highest_ptr + at, highest)
     tl.store(sum_ptr + at, tl.sum(weight, axis=0))
     tl.store(moment_ptr + at, tl.sum(moment, axis=0))
-    y = _scores_of(scores_ptr, temperature_ptr, row, row * scores_row + token, exists)
-    top, best = tl.max(y, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(top_ptr + at, top)
-    tl.store(best_ptr + at, chunk * CHUNK + best)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0.0:
+        y = _scores_of(scores_ptr, temperature_ptr, row, row * scores_row + token, exists)
+        top, best = tl.max(y, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(top_ptr + at, top)
+        tl.store(best_ptr + at, chunk * CHUNK + best)
+    elif SAME and temperature == 1.0:
+        tl.store(top_ptr + at, highest)
+        tl.store(weight_ptr + at, tl.sum(weight, axis=0))
+    else:
+        y = _scores_of(scores_ptr, temperature_ptr, row, row * scores_row + token, exists)
+        top = tl.max(y, axis=0)
+        tl.store(top_ptr + at, top)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(weight_ptr + at, tl.sum(tl.exp(y - shift), axis=0))
 
 
 @triton.jit
@@ -138,7 +151,9 @@ def _chunk_weights_kernel(
     temperature_ptr,
     min_p_ptr,
     top_ptr,
-    weight_ptr,  # written, [N, C]: Σ e^(y - max of the row) of the tokens that are kept
+    # read and written, [N, C]: Σ e^(y - max of the chunk), then Σ e^(y - max of the row) of the
+    # tokens that are kept
+    weight_ptr,
     vocabulary,
     scores_row,
     CHUNK: tl.constexpr,
@@ -150,11 +165,17 @@ def _chunk_weights_kernel(
     others = tl.arange(0, CHUNKS)
     tops = tl.load(top_ptr + row * count + others, mask=others < count, other=float("-inf"))
     top = tl.max(tops, axis=0)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    place = row * scores_row + token
-    exists = token < vocabulary
-    weight = _weights_of(scores_ptr, temperature_ptr, min_p_ptr, row, place, exists, top)
-    tl.store(weight_ptr + row * count + chunk, tl.sum(weight, axis=0))
+    at = row * count + chunk
+    if tl.load(min_p_ptr + row) > 0.0:
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        place = row * scores_row + token
+        exists = token < vocabulary
+        weight = _weights_of(scores_ptr, temperature_ptr, min_p_ptr, row, place, exists, top)
+        tl.store(weight_ptr + at, tl.sum(weight, axis=0))
+    else:
+        of_chunk = tl.load(weight_ptr + at)
+        kept = tl.exp(tl.load(top_ptr + at) - top)
+        tl.store(weight_ptr + at, tl.where(of_chunk > 0.0, of_chunk * kept, 0.0))
 
 
 @triton.jit
@@ -279,11 +300,13 @@ def _draw_tokens(
         sums,
         moments,
         top,
+        weights,
         best,
         vocabulary,
         logits.stride(0),
         scores.stride(0),
         CHUNK,
+        scores.data_ptr() == logits.data_ptr(),
     )
     _chunk_weights_kernel[rows, chunks](
         scores, temperature, min_p, top, weights, vocabulary, scores.stride(0), CHUNK, size

@@ -68,7 +68,8 @@ class KeptResults(ABC):
     def remove(self) -> None:
         """Let the layers compute their results again; those that are stored can still be fetched."""
         for layer in self.layers:
-            delattr(layer, RESULTS)
+            if getattr(layer, RESULTS, None) is self:
+                delattr(layer, RESULTS)
 
     @abstractmethod
     def store(self, tensors: Sequence[Tensor]) -> LayerResults:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from chronicals.memory import decoder_layers, makes_tiles, rows_of_tile
-from chronicals.memory.attention_results import ResultsOnDevice
+from chronicals.memory.attention_results import RESULTS, ResultsOnDevice
 from chronicals.memory.tiled_layers import LayerTiles
 from chronicals.model_shape import ModelShape
 from chronicals.patching import tile_layers
@@ -16,7 +16,14 @@ from chronicals.patching.decoder_layer import ATTENTION
 from chronicals.patching.head_groups import heads_stand_alone, ranges_of_heads
 from chronicals.policies.facts import Facts, trains_layers
 from chronicals.policies.needed_memory import GIB
-from chronicals.policies.policy import Course, Decision, MemoryLoad, Remedy, register_policy
+from chronicals.policies.policy import (
+    Course,
+    Decision,
+    MemoryLoad,
+    Remedy,
+    Running,
+    register_policy,
+)
 from chronicals.policies.step_time import OTHER_KERNELS, SUM_BYTES, StepWork
 from chronicals.policies.tiles import TilingPolicy
 
@@ -130,6 +137,21 @@ class TiledLayers(TilingPolicy):
             ),
             kernels=work.kernels + shape.layers * kernels,
         )
+
+    def addition(self, running: Running) -> Decision | None:
+        """Return that attention is computed again, where its results stay on the card."""
+        decision = running.decisions[self.name]
+        if not decision.runs or not decision.results:
+            return None
+        reason = "layers compute attention again, and its results do not stay"
+        return replace(decision, reason=reason, results=0)
+
+    def join(self, running: Running, decision: Decision) -> None:
+        """Let layers compute attention again."""
+        for layer in decoder_layers(running.model):
+            results = getattr(layer, RESULTS, None)
+            if isinstance(results, ResultsOnDevice):
+                results.remove()
 
     def settings(self, facts: Facts) -> Iterator[Remedy]:
         """Yield the entry of ``memory`` for batches of several tiles."""
