@@ -31,6 +31,24 @@ Note = Callable[[dict[str, Any]], None]
 """A function that writes figures of a row beside those that it has."""
 
 
+ALLOCATOR_COUNTS = (
+    "num_alloc_retries",
+    "num_device_alloc",
+    "num_device_free",
+    "num_sync_all_streams",
+)
+"""Counts of ``torch.cuda.memory_stats``. Near its cap the allocator gives memory back and asks for it
+again, while the card waits."""
+
+
+def allocator_counts() -> dict[str, int]:
+    """Return these counts since the process began, those that this torch has; empty without a card."""
+    import torch
+
+    found = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {name: found[name] for name in ALLOCATOR_COUNTS if name in found}
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained.
@@ -107,6 +125,8 @@ def timed_steps(training: Training, folder: Path, note: Note) -> Any:
         def __init__(self) -> None:
             self.times: list[float] = []
             self.seconds: list[float] = []
+            self.counts: dict[str, int] = {}
+            self.allocated: list[dict[str, int]] = []
             self.forwards = 0
             self.profiler: Profiler | None = None
             self.pinned = PinnedSeconds()
@@ -127,6 +147,7 @@ def timed_steps(training: Training, folder: Path, note: Note) -> Any:
                 torch.cuda.synchronize()
             if self.expected.bytes is not None:
                 note({"expected_gib": self.expected.bytes / GIB})
+            self.counts = allocator_counts()
             self.times.append(time.monotonic())
 
         def forward_begins(self, *_: Any) -> None:
@@ -147,6 +168,9 @@ def timed_steps(training: Training, folder: Path, note: Note) -> Any:
             else:  # metrics come while the next step runs, so the run's own clock is taken
                 seconds = training.length / metrics.tokens_per_second
             self.seconds.append(seconds)
+            counts = allocator_counts()
+            self.allocated.append({name: counts[name] - self.counts[name] for name in counts})
+            self.counts = counts
             counted = self.seconds[1:] or self.seconds
             note(
                 {
@@ -156,6 +180,7 @@ def timed_steps(training: Training, folder: Path, note: Note) -> Any:
                     "pinned_seconds": self.pinned.seconds,
                     "seconds": min(counted),
                     "all_seconds": self.seconds,
+                    "allocator": self.allocated,
                     "peak_gib": torch.cuda.max_memory_allocated() / GIB if on_card else 0.0,
                     "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_card else 0.0,
                 }

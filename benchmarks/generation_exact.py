@@ -9,9 +9,12 @@ that of a training step, over fused layers, and with it ``packed_log_probabiliti
 tokens a second, and how far the log-probabilities of generation are from those of the packed pass:
 exactly 0 where both are exact, else at most as far as that pass is from fp32 (bar).
 
-Two further arms change one rounding of generation: ``rounded residual`` rounds the residual in
-every layer, as training does, and ``sums in fp32`` forbids cuBLAS to add the splits of a product in
-16 bits (``allow_bf16_reduced_precision_reduction``), which it may do for few rows.
+Further arms change one rounding of generation. ``rounded`` rounds the residual, and what is added to
+it, in every layer, as training does; ``from layer 8`` does so in the first eight. ``whole keys`` gives
+each sequence's keys to one program, whose running maximum is then that of training if their tiles are
+equal. ``sums in fp32`` forbids cuBLAS to add the splits of a product in 16 bits
+(``allow_bf16_reduced_precision_reduction``), which it may do for few rows. The first tokens of
+answers are those of a pass over prompts: where their gap is 0 it has the bits of the packed pass.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from generation_rows import Row, prompts_of
 from generation_turns import peaks_of
 from recipes_on_card import forked, machine, model_of
 
+from chronicals.attention.backends import logged_choices
 from chronicals.batch import IGNORED, Batch
 from chronicals.generation import (
     Answer,
@@ -41,6 +45,7 @@ from chronicals.generation import (
     packed_log_probabilities,
 )
 from chronicals.generation.call import LOGIT_ROWS
+from chronicals.kernels import paged_attention
 from chronicals.models import in_evaluation
 from chronicals.models.presenting import present
 from chronicals.objectives.log_probabilities import score_tokens
@@ -51,14 +56,14 @@ PROMPT, NEW = 256, 128
 
 
 @contextmanager
-def rounded_residual() -> Iterator[None]:
-    """Context manager in which generation rounds the residual in every layer."""
-    usual = wide_residuals.ROUNDED_LAYERS
-    wide_residuals.ROUNDED_LAYERS = ROUNDED_IN_ALL
+def with_constant(module: Any, name: str, value: int) -> Iterator[None]:
+    """Context manager in which a constant of a module has another value."""
+    usual = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        wide_residuals.ROUNDED_LAYERS = usual
+        setattr(module, name, usual)
 
 
 @contextmanager
@@ -73,12 +78,17 @@ def sums_in_fp32() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction = usual
 
 
-ROUNDED_IN_ALL = 10_000
+IN_ALL = 10_000
 """More layers than a model has."""
+
+NEVER = 1 << 30
+"""More keys than a sequence has."""
 
 ARMS = {
     "usual": nullcontext,
-    "rounded residual": rounded_residual,
+    "rounded": partial(with_constant, wide_residuals, "ROUNDED_LAYERS", IN_ALL),
+    "from layer 8": partial(with_constant, wide_residuals, "ROUNDED_LAYERS", 8),
+    "whole keys": partial(with_constant, paged_attention, "KEYS_OF_A_SPLIT", NEVER),
     "sums in fp32": sums_in_fp32,
     "exact": nullcontext,
 }
@@ -136,6 +146,7 @@ def gap_of(
     return {
         "mean": float(every.mean()),
         "largest": float(every.max()),
+        "first_tokens": float(torch.stack([one[0] for one in gaps]).mean()),
         "packed_from_fp32": float(torch.cat(own).mean()),
         "packed_seconds": seconds,
     }
@@ -186,7 +197,9 @@ def measured(arm: str, seeds: int, tiny: bool) -> dict[str, Any]:
     made = sum(len(one.tokens) for group in answers for one in group)
     means = {name: statistics.mean(one[name] for one in gaps) for name in gaps[0]}
     means["largest"] = max(one["largest"] for one in gaps)
-    return {"tokens_per_second": made / taken["seconds"], **taken, **means, "seeds": gaps}
+    attention = sorted({name for name, _, _ in logged_choices})
+    rate = made / taken["seconds"]
+    return {"tokens_per_second": rate, **taken, **means, "attention": attention, "seeds": gaps}
 
 
 def share_of(result: dict[str, Any]) -> str:
@@ -216,7 +229,8 @@ def main() -> None:
             continue
         print(
             f"{name}: {result['tokens_per_second']:,.0f} tokens/s, log-probabilities off by "
-            f"{result['mean']:.2e} in the mean, {result['largest']:.2e} at most; the packed pass is "
+            f"{result['mean']:.2e} in the mean, {result['largest']:.2e} at most, of first tokens "
+            f"{result['first_tokens']:.2e}; the packed pass, by {', '.join(result['attention'])}, is "
             f"off from fp32 by {result['packed_from_fp32']:.2e}{share_of(result)}",
             flush=True,
         )

@@ -11,7 +11,7 @@ from scripts import script
 from chronicals.attention import backends, document_attention
 
 profiles = script("step_profile")
-script("document_steps")
+steps = script("document_steps")
 capped = script("capped_documents")
 
 ROW = capped.Row(1.0, "ours", "tiny", 4, 512, 150.0, 100.0)
@@ -145,6 +145,13 @@ def test_the_backend_that_is_asked_for_must_run():
         pass
 
 
+def test_counts_of_the_allocator_are_those_that_this_torch_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = {"num_alloc_retries": 3, "num_device_free": 5, "allocated_bytes.all.peak": 7}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: found)
+    assert steps.allocator_counts() == {"num_alloc_retries": 3, "num_device_free": 5}
+
+
 @pytest.mark.slow
 def test_a_row_notes_its_figures_after_each_step(tmp_path):
     """On the CPU, where a trace has no events of a card."""
@@ -156,8 +163,9 @@ def test_a_row_notes_its_figures_after_each_step(tmp_path):
         noted.append(sorted(figures))
 
     capped.run_ours(replace(ROW, length=256, profiles=True), note)
-    steps = [figures for figures in noted if "loss" in figures]
-    assert len(steps) == found["steps"] == len(found["all_seconds"]) == 3
+    noted_steps = [figures for figures in noted if "loss" in figures]
+    assert len(noted_steps) == found["steps"] == len(found["all_seconds"]) == 3
     assert found["seconds"] == min(found["all_seconds"][1:])
+    assert len(found["allocator"]) == 3
     assert noted[-1] == ["profile", "traced_seconds"] and found["profile"] == {}
-    assert noted.index(["floor", "floor_seconds"]) < noted.index(steps[0])
+    assert noted.index(["floor", "floor_seconds"]) < noted.index(noted_steps[0])

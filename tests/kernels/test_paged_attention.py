@@ -221,6 +221,55 @@ def test_one_split_gives_a_sequence_the_same_bits_alone_and_among_others(device)
     assert module.launch_of(q[:1, :1], k[:, :, :1], 16, 1 << 14, None, 1).splits == 1
 
 
+def by_tiles(q_HD, k_TD, v_TD, scale, tiles):
+    """Attention to one key head with a running maximum, as FlashAttention has it.
+
+    Args:
+        q_HD: queries.
+        k_TD: keys.
+        v_TD: values.
+        scale: factor on the scores.
+        tiles: bounds of the keys of each tile, in the order in which they are visited.
+    """
+    out, total = torch.zeros(len(q_HD), v_TD.shape[1]), torch.zeros(len(q_HD), 1)
+    highest = torch.full((len(q_HD), 1), float("-inf"))
+    for first, last in tiles:
+        scores = scale * q_HD.float() @ k_TD[first:last].float().t()
+        higher = torch.maximum(highest, scores.amax(1, keepdim=True))
+        weights, kept = (scores - higher).exp(), (highest - higher).exp()
+        total = total * kept + weights.sum(1, keepdim=True)
+        out = out * kept + weights.to(v_TD.dtype).float() @ v_TD[first:last].float()
+        highest = higher
+    return (out / total).to(v_TD.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("width", [64, 128])
+def test_weights_are_rounded_beside_the_maximum_that_training_has(width, window, device):
+    """By tiles that begin at multiples of their size, the last one first."""
+    lengths, scale = (383, 300, 129), width**-0.5
+    shape = (16, 1, width, width)
+    q, keys, values, table, of_rows = drawn(shape, lengths, torch.bfloat16, device, page=16)()
+    q = 2 * q  # maxima of tiles that differ
+    options = {"scale": scale, "window": window, "splits": 1}
+    got = paged_attention(q, keys, values, table, of_rows, **options).cpu()
+    size = {64: 128, 128: 64}[width]
+    equal, otherwise = [], []
+    for row, length in enumerate(lengths):
+        places = (table[row][:, None] * 16 + torch.arange(16, device=device)).flatten()[:length]
+        k, v = (gather_pages(x, places)[:, 0].cpu() for x in (keys, values))
+        first = 0 if window is None else max(0, length - window)
+        tiles = [
+            (max(start, first), min(start + size, length))
+            for start in range(first // size * size, length, size)
+        ]
+        for order, found in ((tiles[::-1], equal), (tiles, otherwise)):
+            found.append((by_tiles(q[row].cpu(), k, v, scale, order) == got[row]).flatten())
+    equal, otherwise = (float(torch.cat(some).float().mean()) for some in (equal, otherwise))
+    assert equal > 0.99 and 1 - otherwise > 5 * (1 - equal)
+
+
 def test_a_launch_is_chosen_by_static_sizes():
     q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
     k = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
@@ -228,6 +277,8 @@ def test_a_launch_is_chosen_by_static_sizes():
     assert (one.rows, one.keys, one.channels, one.splits) == (16, 64, 128, 1)
     latent = module.launch_of(torch.zeros(2, 128, 576), torch.zeros(4, 16, 1, 576), 512, 255, None)
     assert (latent.rows, latent.keys, latent.channels) == (16, 16, 64)
+    narrow = module._launch(q[..., :64], k[..., :64], 64, 255, None)
+    assert narrow.keys == 128
     # one sequence of many keys is split, and a window leaves nothing to split
     long = module.launch_of(q[:1, :1], k[:, :, :1], 128, 2**20, None)
     assert long.splits > 1 and long.splits & (long.splits - 1) == 0
@@ -241,6 +292,7 @@ def test_a_launch_is_chosen_by_static_sizes():
         ("out * kept[:, None]", "out"),
         ("shaped(scores, scale, softcap, HAS_SOFTCAP)", "shaped(scores, scale, softcap, False)"),
         ("tl.maximum(length - window, 0)", "tl.maximum(length - window - 1, 0)"),
+        ("(token >= first) & (token < end)", "token < end"),
         ("tl.minimum(begin + each, length)", "tl.minimum(begin + each, length - 1)"),
         (
             "weights = tl.exp(lse - highest[:, None])",

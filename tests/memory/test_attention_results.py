@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import attention_results, recompute
+from chronicals.memory import ActivationOffload, attention_results, recompute
 from chronicals.memory.attention_results import (
     RESULTS,
     AttentionResults,
@@ -94,6 +94,15 @@ def test_results_on_the_device_give_the_same_bits(family):
         for _ in range(2):
             assert_equal(gradients(model), expected)
     assert not any(hasattr(layer, RESULTS) for layer in layers_of(model))
+
+
+def test_results_on_the_device_may_be_offloaded_by_others():
+    """As in a run that offloads what autograd saves after it ran out of memory."""
+    model = tiled()
+    expected = gradients(model)
+    with on_device(model), ActivationOffload(model.get_decoder(), smallest=1) as offload:
+        assert_equal(gradients(model), expected)
+        assert offload.moved > 0
 
 
 def test_results_on_the_device_are_freed_with_their_layers(monkeypatch):
@@ -251,5 +260,7 @@ def test_in_16_bits_flash_attention_gives_the_same_bits(family):
             heads = model.config.num_attention_heads
             width = model.config.head_dim
             assert results.stored == LAYERS * tokens * heads * (2 * width + 4)
+        with on_device(model):
+            assert_equal(gradients(model), expected)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -18,9 +18,11 @@ from chronicals.moe.offload.cpu_share import CpuShare
 from chronicals.moe.offload.errors import ExpertRecordError
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import ByTrace, LeastFrequentlyUsed, LeastRecentlyUsed
+from chronicals.moe.offload.layers import LayerRecords, slot_bytes_of
 from chronicals.moe.offload.module import HostShare
 from chronicals.moe.offload.slab import HostSlab, filling
 from chronicals.patching.patch import patch_parts
+from chronicals.quantization.expert_records import PlainRecords, RecordLayout
 from chronicals.ui.expert_io import ExpertIO
 from mutants import mutant
 
@@ -393,6 +395,79 @@ def test_a_copy_waits_for_what_its_slot_was_used_by(monkeypatch):
     copy_engine.copy_before_products([copies.Load(records, 0, 3)], products)
     copy_engine.wait_for([3], products)
     assert products.waited[2:] == [last]
+
+
+class CountedRows(copies.Rows):
+    """Notes the rows of each copy."""
+
+    copied: list
+
+    def parts(self, row, in_pieces):
+        self.copied.append([row])
+        return super().parts(row, in_pieces)
+
+    def run(self, first, count):
+        self.copied.append(list(range(first, first + count)))
+        return super().run(first, count)
+
+
+@pytest.mark.parametrize("gap", [0, 3])
+def test_records_and_slots_that_follow_one_another_are_one_copy(gap, monkeypatch):
+    """Not over a slot whose products have to end first, nor where rows lie otherwise."""
+    monkeypatch.setattr(CountedRows, "copied", [], raising=False)
+    memory = torch.arange(1, 1 + 8 * (8 + gap), dtype=torch.uint8).view(8, 8 + gap)
+    records = CountedRows(memory[:, :8])
+    wide = torch.zeros(8, 8 + gap, dtype=torch.uint8)
+    copy_engine = copies.CopyEngine(torch.device("cpu"), wide, times=True)
+    stream = copy_engine.current()
+
+    def copied(*pairs, rows=records, by=copy_engine):
+        CountedRows.copied.clear()
+        by.demand([copies.Load(rows, record, slot) for record, slot in pairs], stream)
+        for record, slot in pairs:
+            assert torch.equal(by._slots[slot, :8], memory[record, :8])
+        return [*CountedRows.copied]
+
+    assert copied((0, 2), (1, 3), (2, 4), (4, 5), (5, 7)) == [[0, 1, 2], [4], [5]]
+    times = [copy_engine.timing(slot)() for slot in (2, 3, 4)]
+    assert times[0] == times[1] == times[2] >= 0
+    whole = copy_engine._timed[2]
+    assert times[0] * 3 == pytest.approx(whole.began.elapsed_time(whole.filled) * 1e3)
+    whole.filled.record(stream)
+    assert copy_engine.timing(2)() == times[0]  # asked once of the device
+    copy_engine.wait_for([2, 3, 4, 5, 7], stream)
+    copy_engine.were_read([3], stream)
+    assert copied((0, 2), (1, 3), (2, 4)) == [[0], [1, 2]]
+    other = CountedRows(memory[:, :8].clone())
+    assert copied((3, 0), (4, 1), rows=other) == ([[3, 4]] if gap == 0 else [[3], [4]])
+    chunks = CountedRows(memory[:, :8], ends={1, 5})
+    assert copied((0, 2), (1, 3), (2, 4), (3, 5), rows=chunks) == [[0, 1], [2, 3]]
+    dense = copies.CopyEngine(torch.device("cpu"), torch.zeros(8, 9 + gap, dtype=torch.uint8))
+    assert copied((3, 0), (4, 1), by=dense) == [[3], [4]]
+
+
+def test_copies_end_with_their_chunk(monkeypatch):
+    monkeypatch.setattr(slab, "PIN_CALL_BYTES", 3 * 4096 + 1)
+    memory = HostSlab(9, 4000)
+    assert [memory.chunk_ends(first, 4) for first in (0, 1, 2)] == [{2}, {1}, {0, 3}]
+    memory.close()
+    streamed = offloaded(slots=8)
+    ends = [rows.ends for rows in streamed.offload.engine._records]
+    assert (
+        ends
+        == [streamed.offload.engine.slab.chunk_ends(first, 8) for first in (0, 8)]
+        != [set()] * 2
+    )
+    streamed.offload.close()
+
+
+def test_slots_lie_as_records_where_that_takes_little_memory():
+    def slot(width):
+        layout = RecordLayout.of({"down_proj": PlainRecords((2, 1, width), torch.uint8)})
+        return slot_bytes_of([LayerRecords("", {}, layout, 0, 1)])
+
+    assert slot(2_653_184) == 648 * 4096 and slot(9 << 20) == 9 << 20
+    assert slot(6144) == 6144 and slot(300_000) == 300_032  # a part begins at multiples of 256
 
 
 def test_prefetched_records_are_waited_for_in_groups_of_their_bytes(monkeypatch):

@@ -319,6 +319,15 @@ def test_heads_by_groups_are_those_that_are_made_at_once(family, way, heads_toge
     families.assert_same(heads_together(found), found(), 1e-11)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "mistral", "gemma2", "olmo2"])
+def test_in_16_bits_sums_are_near_those_of_one_piece(family, device):
+    """By the backends of this device: on a card FlashAttention, and FlexAttention for softcaps."""
+    model = fused(family).to(device, torch.bfloat16)
+    whole = families.states_and_gradients(model, batch().to(device))
+    tile_layers(model)
+    families.assert_same(whole, families.states_and_gradients(model, batch().to(device)), 0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_heads_by_groups_on_the_kernels(family, heads_together, set_constants):

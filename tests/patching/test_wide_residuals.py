@@ -61,23 +61,30 @@ def test_packed_layers_take_it(after_one):
     assert dtypes(model) == [FULL, HALF]
 
 
-def noted(model):
-    """What layers and the last norm are given within ``Engine.generate``, in decode steps."""
+def noted(model, tokens=1):
+    """What layers and the last norm are given by passes of so many tokens, within ``Engine.generate``.
+
+    One token is a decode step's, two are a prompt's.
+    """
     seen = {}
 
     def note(module, given, named):
         states = given[0] if given else named["hidden_states"]
-        if states.shape[1] == 1:
+        if states.shape[1] == tokens:
             seen[module] = states
 
     handles = [
         module.register_forward_pre_hook(note, with_kwargs=True)
         for module in (*model.model.layers, model.model.norm)
     ]
-    Engine(model).generate([Request([5, 6, 7], 3)])
+    Engine(model).generate([Request([5, 6], 3)])
     for handle in handles:
         handle.remove()
     return [seen[module] for module in (*model.model.layers, model.model.norm)]
+
+
+def test_prompts_are_rounded_as_in_training(after_one):
+    assert {x.dtype for x in noted(fused("qwen2"), tokens=2)} == {HALF}
 
 
 def test_it_is_not_rounded_between_layers(after_one):
@@ -92,7 +99,16 @@ def test_it_is_not_rounded_between_layers(after_one):
 def test_what_is_added_to_it_is_not_rounded(family, after_one, monkeypatch):
     """Neither by the output and down products, nor by norms behind them."""
     seen = {}
-    own = FusedHalf._norm_after
+    own, own_sum = FusedHalf._norm_after, FusedHalf._norm_before
+    sums = []
+
+    def summing(half, x, branch, *options):
+        normed, total, remake = own_sum(half, x, branch, *options)
+        if branch is not None and x.dtype == FULL:
+            sums.append(torch.equal(total, x + branch))
+        return normed, total, remake
+
+    monkeypatch.setattr(FusedHalf, "_norm_before", summing)
 
     def noting(half, branch):
         out = own(half, branch)
@@ -103,6 +119,7 @@ def test_what_is_added_to_it_is_not_rounded(family, after_one, monkeypatch):
     monkeypatch.setattr(FusedHalf, "_norm_after", noting)
     model = fused(family)
     Engine(model).generate([Request([5, 6, 7], 2)])
+    assert sums and all(sums)
     first, *others = (seen[layer] for layer in model.model.layers)
     assert {x.dtype for x in first} == {HALF}
     for branch in itertools.chain(*others):

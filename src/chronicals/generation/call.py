@@ -227,7 +227,6 @@ class Call:
                 torch.tensor(bounds, dtype=torch.int32, device=self._device),
                 max(chunk.end - chunk.start for chunk in chunks),
                 self._chunk_keys(chunks) if any(chunk.start for chunk in chunks) else None,
-                residuals=self._residuals,
             )
         states = self._states(as_tensor(ids), as_tensor(positions), over)
         self.computed_tokens += len(ids)

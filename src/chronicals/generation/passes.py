@@ -244,7 +244,7 @@ class PagedPass(ABC):
         latents: latents of the pass.
         places: int64 ``[T]``, where the new tokens are written in the layers of each sliding
             window, and in those without (None): page · S + place within the page.
-        residuals, squares: as those of ``Pass``.
+        residuals, squares: as those of ``Pass``; none by default.
     """
 
     layers: dict[nn.Module, LayerPages]
@@ -304,6 +304,9 @@ class ChunkKeys:
 @dataclass(frozen=True)
 class PrefillPass(PagedPass):
     """A pass over a pack of chunks: several new tokens of each sequence.
+
+    It is given no ``residuals`` in fp32, but rounds as training does, whose products of so many rows
+    may have the same bits.
 
     Attributes:
         cu_q, longest_q: bounds of the new tokens, int32, and the most of a sequence.

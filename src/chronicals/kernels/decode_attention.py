@@ -6,7 +6,8 @@
 
 Of few sequences each of these would take as long as a kernel's launch: rotation, pages and attention
 were three kernels. A program of ``paged_attention`` turns the queries that it reads itself, and the one
-whose keys include the new token adds it from registers and writes it to its page.
+whose keys include the new token adds it from registers and writes it to its page. Keys are taken in
+the tiles and the order of ``paged_attention``.
 
 Rounded where the separate kernels round: q', k', and the weights of v. Shapes: N sequences, H query heads,
 K key heads, W width of a head, P pages of S tokens, L pages in a row of the block table. qkv is
@@ -167,21 +168,44 @@ def _decode_attention_kernel(
     q_a = a.to(dtype)
     q_b = b.to(dtype)
 
+    new_at = qkv_ptr + sequence * qkv_row + (HEADS + key_head) * WIDTH + half[None, :]
+    a = tl.load(new_at)
+    b = tl.load(new_at + HALF)
+    a, b = _turned(a, b, k_norm_ptr, cos_a, cos_b, sin_a, sin_b, epsilon, offset, half, HAS_NORM)
+    new_a = a.to(dtype)
+    new_b = b.to(dtype)
+    new_value = tl.load(
+        qkv_ptr + sequence * qkv_row + (HEADS + KEY_HEADS + key_head) * WIDTH + value
+    )
+    products = q_a.to(tl.float32) * new_a.to(tl.float32)
+    products += q_b.to(tl.float32) * new_b.to(tl.float32)
+    new_score = shaped(tl.sum(products, axis=1), scale, softcap, HAS_SOFTCAP)
+
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     last = length - 1
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    each = tl.cdiv(tl.cdiv(length - first, splits), KEYS) * KEYS
-    begin = first + split * each
+    begin = first // KEYS * KEYS
+    each = tl.cdiv(tl.cdiv(length - begin, splits), KEYS) * KEYS
+    begin += split * each
     end = tl.minimum(begin + each, length)
+    has_new = (begin <= last) & (last < end)
     row_of_pages: tl.constexpr = KEY_HEADS * WIDTH
-    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    if has_new & (part == 0):
+        written = tl.load(places_ptr + sequence).to(tl.int64) * row_of_pages + key_head * WIDTH
+        tl.store(k_ptr + written + half[None, :], new_a)
+        tl.store(k_ptr + written + HALF + half[None, :], new_b)
+        tl.store(v_ptr + written + value, new_value)
+
+    # The new token belongs to the first tile, to whose maximum its weight is relative, too.
+    highest = tl.where(has_new, new_score, float("-inf"))
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(begin, tl.minimum(end, last), KEYS):
-        token = start + tl.arange(0, KEYS)
-        inside = token < tl.minimum(end, last)
+    tiles = tl.cdiv(end - begin, KEYS)
+    for step in range(tiles):
+        token = begin + (tiles - 1 - step) * KEYS + tl.arange(0, KEYS)
+        inside = (token >= first) & (token < tl.minimum(end, last))
         page = tl.load(table_ptr + sequence * table_row + token // PAGE, mask=inside, other=0)
         place = (page.to(tl.int64) * PAGE + token % PAGE) * row_of_pages + key_head * WIDTH
         k_at = k_ptr + place[None, :] + half[:, None]
@@ -194,37 +218,13 @@ def _decode_attention_kernel(
         higher = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp(scores - higher[:, None])
         kept = tl.exp(highest - higher)
-        total = total * kept + tl.sum(weights, axis=1)
+        new_weight = tl.where(has_new & (step == 0), tl.exp(new_score - higher), 0.0)
+        total = total * kept + tl.sum(weights, axis=1) + new_weight
         v = tl.load(v_ptr + place[:, None] + value[None, :], mask=inside[:, None], other=0.0)
         out = tl.dot(weights.to(dtype).to(KIND), v.to(KIND), out * kept[:, None])
+        new_weight = new_weight.to(dtype).to(tl.float32)
+        out += new_weight[:, None] * new_value.to(tl.float32)[None, :]
         highest = higher
-
-    if (begin <= last) & (last < end):  # the new token is among this split's keys
-        new_at = qkv_ptr + sequence * qkv_row + (HEADS + key_head) * WIDTH + half[None, :]
-        new_a = tl.load(new_at)
-        new_b = tl.load(new_at + HALF)
-        new_a, new_b = _turned(
-            new_a, new_b, k_norm_ptr, cos_a, cos_b, sin_a, sin_b, epsilon, offset, half, HAS_NORM
-        )
-        key_a = new_a.to(dtype)
-        key_b = new_b.to(dtype)
-        value_at = qkv_ptr + sequence * qkv_row + (HEADS + KEY_HEADS + key_head) * WIDTH
-        new_value = tl.load(value_at + value)
-        products = q_a.to(tl.float32) * key_a.to(tl.float32)
-        products += q_b.to(tl.float32) * key_b.to(tl.float32)
-        score = shaped(tl.sum(products, axis=1), scale, softcap, HAS_SOFTCAP)
-        most = tl.maximum(highest, score)
-        weight = tl.exp(score - most)
-        shrink = tl.exp(highest - most)
-        total = total * shrink + weight
-        rounded = weight.to(dtype).to(tl.float32)
-        out = out * shrink[:, None] + rounded[:, None] * new_value.to(tl.float32)[None, :]
-        highest = most
-        if part == 0:
-            written = tl.load(places_ptr + sequence).to(tl.int64) * row_of_pages + key_head * WIDTH
-            tl.store(k_ptr + written + half[None, :], key_a)
-            tl.store(k_ptr + written + HALF + half[None, :], key_b)
-            tl.store(v_ptr + written + value, new_value)
 
     used = total > 0.0  # a split without keys has no weight
     lse = tl.where(used, highest + tl.log(tl.where(used, total, 1.0)), float("-inf"))

@@ -14,7 +14,10 @@ dtype; a value may be the beginning of its key, as in latent attention.
 
 The keys of a sequence are split among programs, so that few sequences fill a card too (Flash-
 Decoding, Dao et al., 2023). A program reads its keys once for the query heads that share them, and
-keeps a running maximum and sum; a last kernel merges the splits by their log-sum-exp. Keys that
+keeps a running maximum and sum; a last kernel merges the splits by their log-sum-exp. As
+FlashAttention does in training, it takes tiles of keys that begin at multiples of their size, the
+last one first: weights are rounded to 16 bits relative to the running maximum, so those of both
+passes are rounded alike where their tiles are equal and keys are not split. Keys that
 several sequences share, their prompt, are read once for all of them by a kernel of their own
 (Hydragen, Juravsky et al., 2024, arXiv 2402.05099), and merged alike. Bytes that must move:
 T_n · K · (D + V) values a sequence, of shared keys once, so at 16 bit the floor is
@@ -59,6 +62,11 @@ PROGRAMS_A_MULTIPROCESSOR = 4
 
 VALUES_AT_ONCE = 8192
 """Elements of a tile of values, 16 KiB in 16 bit; with one of keys, two stages of both are 64 KiB."""
+
+MOST_KEYS = 128
+"""Most keys of a tile. With heads of 64 channels a tile is that of FlashAttention-2 and 4 on an H200,
+128 keys; with 128 channels that of FlashAttention-2, 64 keys, where FlashAttention-4 has 128.
+"""
 
 WIDEST_VALUE = 512
 """Channels of a value that a program holds in registers: the latent of DeepSeek."""
@@ -152,9 +160,9 @@ def launch_of(
     # accumulators of 64 x 128 values are 64 registers of each of 128 threads
     most_rows = max(LEAST_ROWS, 64 * 128 // max(wide, 128))
     rows = min(max(LEAST_ROWS, next_power_of_2(heads // key_heads)), most_rows)
-    keys = max(16, min(64, VALUES_AT_ONCE // wide))
     whole = width <= 128 or width % 128 == 0
     channels = max(16, min(128, next_power_of_2(width))) if whole else 64
+    keys = max(16, min(MOST_KEYS, VALUES_AT_ONCE // max(wide, channels)))
     if splits is not None:
         return PagedLaunch(rows, keys, channels, splits, warps=4)
     programs = sequences * key_heads * triton.cdiv(heads // key_heads, rows)
@@ -191,6 +199,7 @@ def _attended(
     v_ptr,
     table_ptr,
     begin,
+    first,
     end,
     k_page,
     k_token,
@@ -210,8 +219,9 @@ def _attended(
 ):
     """Return the attention of queries to keys of a block table, and its log-sum-exp.
 
-    They are ``[ROWS, VALUES]`` and ``[ROWS]``, zero and minus infinity without keys from ``begin``
-    to ``end``.
+    They are ``[ROWS, VALUES]`` and ``[ROWS]``, zero and minus infinity without keys. The keys are
+    those from ``begin`` to ``end``, but for those before ``first``; ``begin`` is a multiple of
+    ``KEYS``, and a key of the tile there is not before ``first``.
     """
     value = tl.arange(0, VALUES)
     channel = tl.arange(0, CHANNELS)
@@ -219,9 +229,10 @@ def _attended(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, VALUES), tl.float32)
-    for start in range(begin, end, KEYS):
-        token = start + tl.arange(0, KEYS)
-        inside = token < end
+    tiles = tl.cdiv(end - begin, KEYS)
+    for step in range(tiles):
+        token = begin + (tiles - 1 - step) * KEYS + tl.arange(0, KEYS)
+        inside = (token >= first) & (token < end)
         page = tl.load(table_ptr + token // PAGE, mask=inside, other=0).to(tl.int64)
         place = token % PAGE
         k_at = k_ptr + page * k_page + place * k_token
@@ -315,8 +326,9 @@ def _paged_attention_kernel(
         first = tl.load(starts_ptr + sequence)
     elif HAS_WINDOW:
         first = tl.maximum(length - window, 0)
-    each = tl.cdiv(tl.cdiv(length - first, splits), KEYS) * KEYS
-    begin = first + split * each
+    begin = first // KEYS * KEYS
+    each = tl.cdiv(tl.cdiv(length - begin, splits), KEYS) * KEYS
+    begin += split * each
     end = tl.minimum(begin + each, length)
     out, lse = _attended(
         q_ptr,
@@ -326,6 +338,7 @@ def _paged_attention_kernel(
         v_ptr + key_head * v_head,
         pages_ptr + sequence * pages_sequence,
         begin,
+        first,
         end,
         k_page,
         k_token,
@@ -422,6 +435,7 @@ def _shared_keys_kernel(
             v_ptr + key_head * v_head,
             pages_ptr + table * pages_sequence,
             begin,
+            0,
             tl.minimum(length, begin + each),
             k_page,
             k_token,

@@ -97,7 +97,8 @@ def heads_stand_alone(attention: Any) -> bool:
         return False
     norms = [getattr(attention, name, None) for name in HEAD_NORMS]
     weights = [getattr(norm, "weight", None) for norm in norms if norm is not None]
-    return all(weight is not None and len(weight) == attention.head_dim for weight in weights)
+    head_dim = getattr(attention, "head_dim", None)
+    return all(weight is not None and len(weight) == head_dim for weight in weights)
 
 
 def divides_heads(half: AttentionHalf) -> bool:
@@ -109,8 +110,8 @@ def share_of(half: AttentionHalf, chosen: HeadRange) -> AttentionHalf:
     """Return an attention half whose method ``heads`` makes some heads alone, without a graph.
 
     Its first product is made of copies of their rows of the weights, [Wq; Wk; Wv]; adapters keep all
-    of A. A product as narrow as one key head with its queries, 768 columns of an 8B, runs at about three
-    quarters of the rate of the whole.
+    of A. By its tiles a product of one key head with its queries, 768 columns of an 8B and 4096 rows,
+    fills 96 of an H200's 132 multiprocessors.
 
     Args:
         half: the half of all heads.

@@ -15,8 +15,9 @@ On the CPU the same code runs over streams that do everything at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +75,20 @@ class Rows:
 
     Args:
         memory: uint8 ``[n, bytes]``, of which no two rows overlap.
+        ends: rows behind which a chunk of pinned memory ends, over which no copy may go.
 
     Attributes:
         size: bytes of a row.
+        stride: bytes from one row to the next.
+        ends: see above.
     """
 
-    def __init__(self, memory: Tensor):
+    def __init__(self, memory: Tensor, ends: Collection[int] = ()):
+        self.ends = ends
         self.size = memory.shape[1]
+        self.stride = memory.stride(0)
+        whole = (len(memory) - 1) * self.stride + self.size
+        self._flat = memory.as_strided((whole,), (1,))
         self._whole = [(row,) for row in memory.unbind()]
         columns = memory.split(PREFETCH_PIECE_BYTES, dim=1)
         self._pieces = list(zip(*(column.unbind() for column in columns)))
@@ -88,6 +96,10 @@ class Rows:
     def parts(self, row: int, in_pieces: bool) -> tuple[Tensor, ...]:
         """Return a row, or its pieces, uint8 ``[bytes]`` each."""
         return self._pieces[row] if in_pieces else self._whole[row]
+
+    def run(self, first: int, count: int) -> Tensor:
+        """Return rows that follow one another with what lies between them, uint8 ``[bytes]``."""
+        return self._flat.narrow(0, first * self.stride, (count - 1) * self.stride + self.size)
 
 
 class Load(NamedTuple):
@@ -104,6 +116,27 @@ class Load(NamedTuple):
     slot: int
 
 
+@dataclass(eq=False)
+class _Timed:
+    """A copy whose time is known later.
+
+    Attributes:
+        began, filled: events around it.
+        records: number of records that it took.
+    """
+
+    began: Any
+    filled: Any
+    records: int
+    _mean: float | None = None
+
+    def microseconds(self) -> float | None:
+        """Return the mean of its records, or None until it is done."""
+        if self._mean is None and self.filled.query():
+            self._mean = self.began.elapsed_time(self.filled) * 1e3 / self.records
+        return self._mean
+
+
 class CopyEngine:
     """Copies records into slots.
 
@@ -117,13 +150,14 @@ class CopyEngine:
         self.device = device
         self.times = times
         self._slots = slots
+        self._stride = slots.stride(0)
         self._rows: dict[int, Rows] = {}
         self._on_card = device.type == "cuda"
         self._demand = self._stream(urgent=True)
         self._prefetch = self._stream(urgent=False)
         self._awaited: dict[int, Any] = {}
         self._read: dict[int, Any] = {}
-        self._timed: dict[int, tuple[Any, Any]] = {}
+        self._timed: dict[int, _Timed] = {}
         if self._on_card:
             # Memory of the slots may still be in use by work of the current stream.
             ready = self.recorded(self.current())
@@ -204,25 +238,50 @@ class CopyEngine:
     def _copy(self, loads: Sequence[Load], stream: Any, in_pieces: bool, waited: set[Any]) -> None:
         """Copy records into slots on a stream, which is the current one.
 
+        Records and slots that follow one another are one copy.
+
         Args:
             loads: the records and their slots.
             stream: the stream.
             in_pieces: each record is several copies.
             waited: events that the stream waits for already; new ones are added.
         """
+        run: list[Load] = []
+        follower = None
         for load in loads:
+            records, record, slot = load
             # behind the products that read the slot, and a copy into it that nothing waited for
             for events in (self._read, self._awaited):
-                event = events.pop(load.slot, None)
+                event = events.pop(slot, None)
                 if event is not None and event not in waited:
+                    if run:  # which does not wait for it
+                        self._copy_run(run, stream, in_pieces)
+                        run = []
                     stream.wait_event(event)
                     waited.add(event)
-            began = self.recorded(stream) if self.times else None
-            into = self._slots_of(load.records.size).parts(load.slot, in_pieces)
-            for part, of_record in zip(into, load.records.parts(load.record, in_pieces)):
+            if run and load != follower:
+                self._copy_run(run, stream, in_pieces)
+                run = []
+            run.append(load)
+            joins = not in_pieces and records.stride == self._stride and record not in records.ends
+            follower = (records, record + 1, slot + 1) if joins else None
+        if run:
+            self._copy_run(run, stream, in_pieces)
+
+    def _copy_run(self, run: Sequence[Load], stream: Any, in_pieces: bool) -> None:
+        """Copy records that follow one another into slots that do."""
+        records, record, slot = run[0]
+        began = self.recorded(stream) if self.times else None
+        slots = self._slots_of(records.size)
+        if len(run) > 1:
+            slots.run(slot, len(run)).copy_(records.run(record, len(run)), non_blocking=True)
+        else:
+            into = slots.parts(slot, in_pieces)
+            for part, of_record in zip(into, records.parts(record, in_pieces)):
                 part.copy_(of_record, non_blocking=True)
-            if self.times:
-                self._timed[load.slot] = began, self.recorded(stream)
+        if self.times:
+            timed = _Timed(began, self.recorded(stream), len(run))
+            self._timed.update((load.slot, timed) for load in run)
 
     def _slots_of(self, size: int) -> Rows:
         """Return the first bytes of all slots, for records of that size."""
@@ -247,12 +306,10 @@ class CopyEngine:
     def timing(self, slot: int) -> Callable[[], float | None] | None:
         """Return a function that tells how long the last copy into a slot took, in µs.
 
-        It returns None until the copy is done. Without ``times`` there is no such function.
+        It returns None until the copy is done; of records that were copied together it tells the
+        mean. Without ``times`` there is no such function.
         """
-        if not self.times:
-            return None
-        began, filled = self._timed[slot]
-        return lambda: began.elapsed_time(filled) * 1e3 if filled.query() else None
+        return self._timed[slot].microseconds if self.times else None
 
     def finish(self) -> None:
         """Wait for all copies."""

@@ -149,7 +149,10 @@ class ExpertEngine:
                 form.to(device)
             self._views[number] = layer.layout.views(self._memory)
         self._records = [
-            Rows(self.slab.records(layer.first, layer.count, layer.layout.bytes))
+            Rows(
+                self.slab.records(layer.first, layer.count, layer.layout.bytes),
+                self.slab.chunk_ends(layer.first, layer.count),
+            )
             for layer in self.layers
         ]
 
@@ -492,7 +495,10 @@ class ExpertEngine:
     def _emptied(
         self, count: int, kept: Collection[Expert], spared: Collection[Expert]
     ) -> list[int]:
-        """Return slots for other experts, at most so many: free ones, and those of victims."""
+        """Return slots for other experts, at most so many: free ones, and those of victims.
+
+        They are in order, so that records that follow one another are one copy.
+        """
         slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
         wanted = count - len(slots)
         victims = self.policy.evict(wanted, {*kept, *spared})
@@ -500,7 +506,7 @@ class ExpertEngine:
             victims += self.policy.evict(wanted - len(victims), kept)
         self._fetched.difference_update(victims)
         self.log.evict(victims)
-        return slots + [self._slot_of.pop(victim) for victim in victims]
+        return sorted(slots + [self._slot_of.pop(victim) for victim in victims])
 
     def _prefetch(self, layer: int, running: Sequence[Expert], backward: bool, stream: Any) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from chronicals.moe.offload.slab import record_stride
 from chronicals.quantization.expert_records import RecordLayout, StackFormat
 
 WAVE_BYTES = 96 << 20
@@ -27,6 +28,10 @@ Qwen3-30B-A3B's, into two waves. 512 MiB would give a third one of 16 experts; a
 
 SPARE_SLOTS = 2
 """Slots beside the k experts of a token, at least: for copies beside its products."""
+
+
+SLOT_GAP = 0.005
+"""Share of a slot that may be left empty behind its record; a page is 0.0015 of one of 2.65 MB."""
 
 
 class WaveLimits(NamedTuple):
@@ -73,8 +78,13 @@ class LayerRecords:
 
 
 def slot_bytes_of(layers: Sequence[LayerRecords]) -> int:
-    """Return the bytes of a slot: of the largest record."""
-    return max(layer.layout.bytes for layer in layers)
+    """Return the bytes of a slot: of the largest record, and up to ``SLOT_GAP`` more.
+
+    With these slots lie as records do in host memory, and several are one copy.
+    """
+    largest = max(layer.layout.bytes for layer in layers)
+    stride = record_stride(largest)
+    return stride if stride <= (1 + SLOT_GAP) * largest else largest
 
 
 def wave_dense_bytes(layers: Sequence[LayerRecords], slots: int) -> int:

@@ -40,7 +40,7 @@ class NamedPredictor:
 
     @property
     def words(self) -> str:
-        """What was asked for, as messages begin."""
+        """Name of the field and value, as messages begin."""
         return f"{self.field}={self.name!r}"
 
     def check_name(self) -> None:

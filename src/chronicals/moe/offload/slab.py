@@ -98,6 +98,14 @@ class HostSlab:
         whole = self._memory[begin : begin + count * self.stride].view(count, self.stride)
         return whole[:, : size or self.record_bytes]
 
+    def chunk_ends(self, first: int, count: int) -> frozenset[int]:
+        """Return those of some records that are the last of their chunk, as numbers from 0.
+
+        What is pinned by two calls cannot be copied by one.
+        """
+        each = self.chunk_bytes // self.stride
+        return frozenset(n for n in range(count) if (first + n + 1) % each == 0)
+
     def is_pinned(self, number: int) -> bool:
         """Return whether a record is in pinned memory."""
         return (number + 1) * self.stride <= self.pinned
