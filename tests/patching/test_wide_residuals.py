@@ -99,7 +99,16 @@ def test_it_is_not_rounded_between_layers(after_one):
 def test_what_is_added_to_it_is_not_rounded(family, after_one, monkeypatch):
     """Neither by the output and down products, nor by norms behind them."""
     seen = {}
-    own = FusedHalf._norm_after
+    own, own_sum = FusedHalf._norm_after, FusedHalf._norm_before
+    sums = []
+
+    def summing(half, x, branch, *options):
+        normed, total, remake = own_sum(half, x, branch, *options)
+        if branch is not None and x.dtype == FULL:
+            sums.append(torch.equal(total, x + branch))
+        return normed, total, remake
+
+    monkeypatch.setattr(FusedHalf, "_norm_before", summing)
 
     def noting(half, branch):
         out = own(half, branch)
@@ -110,6 +119,7 @@ def test_what_is_added_to_it_is_not_rounded(family, after_one, monkeypatch):
     monkeypatch.setattr(FusedHalf, "_norm_after", noting)
     model = fused(family)
     Engine(model).generate([Request([5, 6, 7], 2)])
+    assert sums and all(sums)
     first, *others = (seen[layer] for layer in model.model.layers)
     assert {x.dtype for x in first} == {HALF}
     for branch in itertools.chain(*others):

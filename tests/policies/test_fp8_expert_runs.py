@@ -10,12 +10,14 @@ import chronicals
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh
-from chronicals.models.loading import load_model
+from chronicals.models.loading import load_model, load_without_weights
 from chronicals.moe.offload.errors import NotExpertByExpert
 from chronicals.moe.offload.files import ExpertFiles
 from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.patching.patch import patch_parts
-from chronicals.policies.expert_offload import load_experts_as_asked
+from chronicals.policies import Facts
+from chronicals.policies.expert_offload import OFFLOAD_EXPERTS, load_experts_as_asked
+from chronicals.policies.policy import MemoryLoad
 from chronicals.training import ChronicalsTrainer
 from fp8_checkpoints import MIXTURES, mixture, refuse_to_keep, saved_mixture
 
@@ -86,6 +88,22 @@ def test_what_else_a_recipe_asks_for_is_loaded_as_otherwise(tmp_path, monkeypatc
     monkeypatch.setattr(ExpertFiles, "formats", unknown)
     assert held(folder) is None
     assert "take twice the memory; mlp.experts.gate_up_proj: is not in" in caplog.text
+
+
+def test_a_plan_counts_a_byte_a_weight_in_host_memory(tmp_path):
+    """Of experts that stay in FP8; nothing else of it differs."""
+    folder = saved_mixture(tmp_path / "fp8", "Qwen3Moe")
+
+    def planned(**fields):
+        model = load_without_weights(folder)
+        usual = {"use_lora": True, "memory": ["offload_experts"], "expert_memory": "0.5MiB"}
+        config = ChronicalsConfig(**{**usual, **fields})
+        load = OFFLOAD_EXPERTS.bytes(Facts(config, model), MemoryLoad(None, 2, 2, 0, 0, False))
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        return load.host[OFFLOAD_EXPERTS.title] / experts, load.fixed + 2 * experts
+
+    (kept, held), (dequantised, same) = planned(), planned(use_fp8=True)
+    assert (kept, dequantised) == (1, 2) and held == same == 2**19
 
 
 def test_experts_that_were_dequantised_are_said(tmp_path, monkeypatch, caplog):

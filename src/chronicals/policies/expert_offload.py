@@ -102,8 +102,10 @@ class OffloadExperts(Policy):
             if is_experts(module)
             for p in module.parameters(recurse=False)
         )
-        host = int(values * load.frozen)
-        held = min(slots, host) - host + beside
+        resident = int(values * load.frozen)
+        in_fp8 = stays_in_fp8(facts.config, facts.model.config)
+        host = values if in_fp8 else resident
+        held = min(slots, host) - resident + beside
         return replace(load, fixed=load.fixed + held, host={**load.host, self.title: host})
 
     def apply(self, model: Any, facts: Facts, decision: Decision) -> None:
@@ -139,11 +141,9 @@ def load_experts_as_asked(
     """
     if not OFFLOAD_EXPERTS.asked(config) or gguf_of(place) is not None:
         return None
-    # With use_fp8 products run in FP8, which has a scale a row; what else it is beside is refused.
-    if config.use_fp8 or config.quantization is not None or _why_not_held(config, adapted=False):
+    if _why_not_held(config, adapted=False) is not None:
         return None
-    described = quantization_of(load_config(place, trust_remote_code))
-    if described.get("quant_method") != FP8_FILES:
+    if not stays_in_fp8(config, load_config(place, trust_remote_code)):
         return None
     _check_predictor(config, None)
     try:
@@ -161,6 +161,19 @@ def load_experts_as_asked(
         raise ConfigurationError(f"{SETTING}: {error}") from error
     logger.info("experts: in FP8 with a scale a block, as their files hold them")
     return named(model, place)
+
+
+def stays_in_fp8(config: ChronicalsConfig, of_model: Any) -> bool:
+    """Return whether experts in host memory stay in FP8 as files hold them, with a scale a block.
+
+    Args:
+        config: configuration of the run. With ``use_fp8`` products run in FP8, which has a scale a
+            row, so that experts are dequantised first.
+        of_model: configuration of the model.
+    """
+    if config.use_fp8 or config.quantization is not None:
+        return False
+    return quantization_of(of_model).get("quant_method") == FP8_FILES
 
 
 def _why_not_held(config: ChronicalsConfig, adapted: bool) -> str | None:
