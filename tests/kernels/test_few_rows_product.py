@@ -203,6 +203,45 @@ def test_a_norm_follows_a_sum(device):
     torch.testing.assert_close(found, module.few_rows_product(normed, weight), rtol=0.02, atol=0.02)
 
 
+def apart(x):
+    """The same values with gaps between them."""
+    return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+
+
+def test_residuals_vectors_and_squares_may_lie_apart(device):
+    x, weight = drawn(5, 96, 64, device)
+    residual = torch.randn(5, 96, device=device)
+    bias, of_norm = (torch.randn(n, device=device).bfloat16() for n in (96, 64))
+    expected = module.few_rows_sum(x, weight, residual, bias)
+    got = module.few_rows_sum(x, weight, apart(residual), apart(bias))
+    assert all(torch.equal(*pair) for pair in zip(got, expected))
+    assert torch.equal(
+        module.few_rows_sum(x, weight, residual.t().contiguous().t())[0],
+        module.few_rows_sum(x, weight, residual)[0],
+    )
+    squares = torch.rand(3, 5, device=device)
+    whole, gaps = (RowNorm(f(squares), f(of_norm), 1e-6) for f in (torch.clone, apart))
+    assert torch.equal(*(module.few_rows_product(x, weight, norm=norm) for norm in (whole, gaps)))
+
+
+def test_what_does_not_fit_is_refused(device):
+    x, weight = drawn(5, 96, 64, device)
+    with pytest.raises(ValueError, match="x has 64 columns, the weight 48"):
+        module.few_rows_product(x, weight[:, :48])
+    with pytest.raises(ValueError, match="x is torch.float32, the weight torch.bfloat16"):
+        module.few_rows_product(x.float(), weight)
+    with pytest.raises(ValueError, match="x is torch.float32, the weight torch.bfloat16"):
+        module.few_rows_sum(x.float(), weight, torch.zeros(5, 96, device=device))
+    with pytest.raises(ValueError, match=r"residual is \[4, 96\], the product \[5, 96\]"):
+        module.few_rows_sum(x, weight, torch.zeros(4, 96, device=device))
+    norm = RowNorm(torch.ones(1, 4, device=device), None, 1e-6)
+    with pytest.raises(ValueError, match="norm.squares are of 4 rows, x has 5"):
+        module.few_rows_product(x, weight, norm=norm)
+    tile = FewRowsTile(16, 16, 64, 2)
+    with pytest.raises(ValueError, match="tile.splits=2: the columns of a gated unit"):
+        module.few_rows_product(x, weight, activation="silu", tile=tile)
+
+
 def test_what_the_kernel_takes(device):
     def takes(rows, dtype=torch.bfloat16, **changes):
         x, weight = drawn(rows, 8, 64, device, dtype)

@@ -214,6 +214,32 @@ def test_a_wheel_that_ends_the_process_is_found(monkeypatch, tmp_path):
     kt_products.why_the_probe_failed.cache_clear()
 
 
+def test_what_it_writes_is_not_among_answers(capfd):
+    """Also what C holds back: answers go to a pipe or a file, which it writes to by blocks."""
+    libc = ctypes.CDLL(None)
+    stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+    by_blocks, at_once = 0, 2  # _IOFBF, _IONBF
+    libc.setvbuf(stdout, None, by_blocks, 4096)
+    libc.puts(b"before")
+    with kt_products._stdout_on_stderr():
+        libc.puts(b"by its C++")
+    libc.fflush(None)
+    libc.setvbuf(stdout, None, at_once, 0)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("before\n", "by its C++\n")
+
+
+def test_rows_that_are_not_in_bf16_are_not_read_as_such(stand_in, monkeypatch):
+    allow(monkeypatch)
+    streamed = numerical(mixture())
+    products = streamed.offload.engine.cpu.products
+    assert isinstance(products, KtProducts)
+    [(_, module), *_] = streamed_experts_of(streamed)
+    with pytest.raises(RuntimeError, match="dtype"):
+        products.outputs(module.source, [1, 4], torch.randn(3, 128), [2, 1], SWIGLU)
+    streamed.offload.close()
+
+
 @pytest.mark.skipif(find_spec("kt_kernel") is None, reason="kt-kernel is not installed")
 def test_kt_kernel_itself_computes_what_torch_does(monkeypatch, capfd):
     """On any CPU that its wheel runs on; what it writes is not on standard output."""

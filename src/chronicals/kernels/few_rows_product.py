@@ -36,6 +36,7 @@ from torch import Tensor
 from chronicals.kernels.glu import REFERENCES, activate
 from chronicals.kernels.launch import (
     early_options,
+    in_rows,
     launches_early,
     multiplied_in,
     multiprocessors,
@@ -463,10 +464,22 @@ def few_rows_product(
 
     Returns:
         ``[R, N]``, or ``[R, N / 2]`` of a gated unit, in the dtype of the weight.
+
+    Raises:
+        ValueError: sizes or dtypes do not fit, or ``tile`` splits the columns of a gated unit.
     """
+    _check(x, weight)
+    if norm is None:
+        _check_dtype(x, weight)
+    elif norm.squares.shape[1] != len(x):
+        raise ValueError(f"norm.squares are of {norm.squares.shape[1]} rows, x has {len(x)}")
     if not takes_few_rows(x, weight):
         return few_rows_product_reference(x, weight, bias, norm=norm, activation=activation)
     tile = tile or few_rows_tile(x, len(weight), activation)
+    if activation is not None and tile.splits > 1:
+        raise ValueError(
+            f"tile.splits={tile.splits}: the columns of a gated unit are not split; give splits=1"
+        )
     return _launched(x, weight, bias, norm, activation, None, weight.dtype, tile)[0]
 
 
@@ -493,11 +506,31 @@ def few_rows_sum(
     Returns:
         The sum ``[R, N]``, and the sums of squares of its columns, fp32 ``[P, R]``, for a
         ``RowNorm``.
+
+    Raises:
+        ValueError: sizes or dtypes do not fit.
     """
+    _check(x, weight)
+    _check_dtype(x, weight)
+    if residual.shape != (len(x), len(weight)):
+        raise ValueError(f"residual is {list(residual.shape)}, the product {[len(x), len(weight)]}")
     if not takes_few_rows(x, weight):
         return few_rows_sum_reference(x, weight, residual, bias, dtype=dtype)
     tile = tile or few_rows_tile(x, len(weight))
-    return _launched(x, weight, bias, None, None, residual, dtype or residual.dtype, tile)
+    rows = in_rows(residual)
+    return _launched(x, weight, bias, None, None, rows, dtype or residual.dtype, tile)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless x has as many columns as the weight."""
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} columns, the weight {weight.shape[1]}")
+
+
+def _check_dtype(x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless x has the dtype of the weight."""
+    if x.dtype != weight.dtype:
+        raise ValueError(f"x is {x.dtype}, the weight {weight.dtype}: give x in that of the weight")
 
 
 def _launched(
@@ -510,13 +543,17 @@ def _launched(
     dtype: torch.dtype,
     tile: FewRowsTile,
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator."""
+    """Call the operator, with vectors and sums of squares without gaps, as the kernel reads them."""
+    norm_weight = squares = None
+    if norm is not None:
+        norm_weight = None if norm.weight is None else norm.weight.contiguous()
+        squares = norm.squares.contiguous()
     results: tuple[Tensor, Tensor] = _few_rows_product(
         x,
         weight,
-        bias,
-        None if norm is None else norm.weight,
-        None if norm is None else norm.squares,
+        None if bias is None else bias.contiguous(),
+        norm_weight,
+        squares,
         0.0 if norm is None else norm.epsilon,
         0.0 if norm is None else norm.offset,
         activation or "",

@@ -219,9 +219,10 @@ def _attended(
 ):
     """Return the attention of queries to keys of a block table, and its log-sum-exp.
 
-    They are ``[ROWS, VALUES]`` and ``[ROWS]``, zero and minus infinity without keys. The keys are
-    those from ``begin`` to ``end``, but for those before ``first``; ``begin`` is a multiple of
-    ``KEYS``, and a key of the tile there is not before ``first``.
+    They are ``[ROWS, VALUES]`` and ``[ROWS]``, zero and minus infinity where ``end`` is not behind
+    ``begin``. The keys are those from ``begin`` to ``end``, without those before ``first``. ``begin``
+    is a multiple of ``KEYS``; its tile has a key from ``first`` on, since the softmax of a tile
+    without keys is not a number.
     """
     value = tl.arange(0, VALUES)
     channel = tl.arange(0, CHANNELS)

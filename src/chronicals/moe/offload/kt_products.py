@@ -74,8 +74,12 @@ class KtProducts(CpuProducts):
         counts: Sequence[int],
         gate: Gate,
     ) -> Tensor:
-        """Return the outputs of experts; another gated unit than SwiGLU's is torch's to compute."""
-        if gate != Gate():
+        """Return the outputs of experts.
+
+        Other gated units than SwiGLU are torch's to compute, and rows of another dtype than bf16 its
+        to refuse.
+        """
+        if gate != Gate() or x.dtype != torch.bfloat16:
             return self._others.outputs(source, experts, x, counts, gate)
         ids = torch.tensor(experts).repeat_interleave(torch.tensor(counts))
         rows = torch.tensor([len(x)], dtype=torch.int32)
@@ -268,11 +272,15 @@ class _Layer:
 @contextmanager
 def _stdout_on_stderr() -> Iterator[None]:
     """A context in which what its C++ writes to standard output goes to standard error."""
+    # C keeps what it writes to a pipe or a file until it is flushed, which may be after the context.
+    flush = ctypes.CDLL(None).fflush
     sys.stdout.flush()
+    flush(None)
     own = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
+        flush(None)
         os.dup2(own, 1)
         os.close(own)
