@@ -9,6 +9,7 @@ Median, with all samples in the file. One table last.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import platform
@@ -42,6 +43,7 @@ from chronicals.kernels.adamw_8bit import (
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
+from chronicals.kernels.decode_attention import UnrotatedHeads, decode_attention
 from chronicals.kernels.dense_slots import dense_slots, dense_slots_reference
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
@@ -99,6 +101,7 @@ from chronicals.kernels.paged_attention import (
     SharedPages,
     paged_attention,
     paged_attention_reference,
+    write_pages,
 )
 from chronicals.kernels.products import HIGH_PRIORITY
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
@@ -1293,6 +1296,53 @@ def attention_over_pages():
     yield shared_prompts()
 
 
+def attention_of_decode_steps():
+    """``decode_attention`` of 24 layers of a 0.5B for 1, 8 and 64 sequences of 512 keys, beside
+    rotation, pages and attention apart, both as graphs. The error is that of one layer.
+    """
+    heads, key_heads, width, size, length = 14, 2, 64, 16, 512
+    columns = length // size
+    for rows in (1, 8, 64):
+        caches = [random(2, rows * columns, size, key_heads, width) for _ in range(24)]
+        angles = 6 * torch.rand(rows, width // 2, device="cuda").repeat(1, 2)
+        qkv = random(rows, (heads + 2 * key_heads) * width)
+        new = UnrotatedHeads(qkv, angles.cos(), angles.sin(), (heads, key_heads))
+        table = torch.randperm(rows * columns, device="cuda").view(rows, columns)
+        lengths = torch.full((rows,), length, device="cuda")
+        places = table[:, -1] * size + size - 1
+
+        def fused(
+            new: UnrotatedHeads = new, caches=caches, at=(places, table, lengths), count: int = 24
+        ) -> Tensor:
+            for k, v in caches[:count]:
+                out = decode_attention(new, k, v, *at, scale=width**-0.5)
+            return out
+
+        def apart(
+            new: UnrotatedHeads = new, caches=caches, at=(places, table, lengths), count: int = 24
+        ) -> Tensor:
+            for cache in caches[:count]:
+                k, v = cache.to(new.qkv_NX.dtype)
+                q, k_new, v_new = fused_qkv_rope(new.qkv_NX, new.cos_NW, new.sin_NW, new.counts)
+                write_pages(k_new, v_new, k, v, at[0])
+                out = paged_attention(q, k, v, *at[1:], scale=width**-0.5)
+            return out
+
+        # rotation apart overwrites the product
+        copies = {
+            kind: dataclasses.replace(new, qkv_NX=qkv.to(kind, copy=True))
+            for kind in (qkv.dtype, torch.float64)
+        }
+        exact = apart(copies[torch.float64], count=1)
+        error = relative(fused(count=1), exact), relative(apart(copies[qkv.dtype], count=1), exact)
+        yield Row(
+            f"decode_attention, layers of a 0.5B, {rows} x {length}",
+            {"ours": Captured(fused), "apart": Captured(apart)},
+            bytes=sum(cache.nbytes for cache in caches),
+            error=error,
+        )
+
+
 def others_over_pages(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, **options: Any
 ) -> dict[str, Callable[[], object]]:
@@ -1535,6 +1585,7 @@ GROUPS = {
     "gguf": gguf_blocks,
     "mxfp4": mxfp4,
     "paged_attention": attention_over_pages,
+    "decode_attention": attention_of_decode_steps,
     "invariant_product": products_of_fixed_tiles,
     "token_draws": draws_of_tokens,
     "host_rows": rows_of_host_tables,

@@ -153,7 +153,7 @@ def test_it_is_told_once_that_rotary_positions_go_on(caplog):
     scaled = tiny.llama(max_position_embeddings=16, eos_token_id=None, rope_parameters=rope)
     Engine(scaled).generate([Request([5] * 40, 10)])
     assert told not in caplog.text
-    short.generate([Request([5] * 7, 10), Request([5] * 20, 2)])
+    short.generate([Request([5] * 7, 10), Request([5] * 14, 3)])
     short.generate([Request([5] * 8, 10)])
     assert caplog.text.count(told) == 1
 

@@ -181,6 +181,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "mxfp4": lambda: values_of_mxfp4(mxfp4),
         "magnitudes": magnitudes,
         "paged_attention": attention_over_pages,
+        "decode_attention": attention_of_decode_steps,
         "invariant_product": products_of_fixed_tiles,
         "token_draws": draws_of_tokens,
         "host_rows": rows_of_tables,
@@ -196,6 +197,23 @@ def calls() -> dict[str, Callable[[], object]]:
         for rank in (0, 64):
             found[f"experts in fp8 {rank}"] = partial(experts_in_eight_bits, rank)
     return found
+
+
+def attention_of_decode_steps() -> None:
+    """Heads of a 0.5B, an 8B and a Gemma, with norms and without, for one sequence and 64."""
+    from chronicals.kernels.decode_attention import UnrotatedHeads, decode_attention
+
+    for heads, key_heads, width in ((14, 2, 64), (32, 8, 128), (8, 4, 256)):
+        pages = torch.zeros(64, 16, key_heads, width, dtype=HALF)
+        norms = tuple(torch.zeros(2, width, dtype=HALF))
+        for rows in (1, 64):
+            qkv = torch.zeros(rows, (heads + 2 * key_heads) * width, dtype=HALF)
+            tables = torch.zeros(2, rows, width, dtype=HALF)
+            numbers = torch.zeros(rows, dtype=torch.int64)
+            table = torch.zeros(rows, 64, dtype=torch.int64)
+            for of_norms in ((), (norms, 1e-6, 0.0)):
+                new = UnrotatedHeads(qkv, *tables, (heads, key_heads), *of_norms)
+                decode_attention(new, pages, pages, numbers, table, numbers, scale=1.0, window=512)
 
 
 def products_beside_norms() -> None:

@@ -166,13 +166,13 @@ def splits(monkeypatch):
     """So many splits, and few keys at once."""
 
     def set_splits(count, keys=16, of=module):
-        made = of._launch
+        made = of.launch_of
 
         def launch(*given):
             chosen = made(*given)
             return type(chosen)(chosen.rows, keys, chosen.channels, count, chosen.warps)
 
-        monkeypatch.setattr(of, "_launch", launch)
+        monkeypatch.setattr(of, "launch_of", launch)
 
     return set_splits
 
@@ -217,8 +217,8 @@ def test_one_split_gives_a_sequence_the_same_bits_alone_and_among_others(device)
         one = slice(row, row + 1)
         alone = paged_attention(q[one], k, v, table[one], of_rows[one], **options)
         assert torch.equal(alone[0], together[row])
-    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None).splits > 1
-    assert module._launch(q[:1, :1], k[:, :, :1], 16, 1 << 14, None, 1).splits == 1
+    assert module.launch_of(q[:1, :1], k[:, :, :1], 16, 1 << 14, None).splits > 1
+    assert module.launch_of(q[:1, :1], k[:, :, :1], 16, 1 << 14, None, 1).splits == 1
 
 
 def by_tiles(q_HD, k_TD, v_TD, scale, tiles):
@@ -273,16 +273,16 @@ def test_weights_are_rounded_beside_the_maximum_that_training_has(width, window,
 def test_a_launch_is_chosen_by_static_sizes():
     q = torch.zeros(2, 32, 128, dtype=torch.bfloat16)
     k = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
-    one = module._launch(q, k, 128, 255, None)
+    one = module.launch_of(q, k, 128, 255, None)
     assert (one.rows, one.keys, one.channels, one.splits) == (16, 64, 128, 1)
-    latent = module._launch(torch.zeros(2, 128, 576), torch.zeros(4, 16, 1, 576), 512, 255, None)
+    latent = module.launch_of(torch.zeros(2, 128, 576), torch.zeros(4, 16, 1, 576), 512, 255, None)
     assert (latent.rows, latent.keys, latent.channels) == (16, 16, 64)
     narrow = module._launch(q[..., :64], k[..., :64], 64, 255, None)
     assert narrow.keys == 128
     # one sequence of many keys is split, and a window leaves nothing to split
-    long = module._launch(q[:1, :1], k[:, :, :1], 128, 2**20, None)
+    long = module.launch_of(q[:1, :1], k[:, :, :1], 128, 2**20, None)
     assert long.splits > 1 and long.splits & (long.splits - 1) == 0
-    assert module._launch(q[:1, :1], k[:, :, :1], 128, 2**20, 300).splits == 1
+    assert module.launch_of(q[:1, :1], k[:, :, :1], 128, 2**20, 300).splits == 1
 
 
 @pytest.mark.parametrize(

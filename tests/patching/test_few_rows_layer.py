@@ -5,16 +5,20 @@ import torch
 
 import families
 from chronicals.generation import Engine, EngineSettings, Request
+from chronicals.kernels import decode_attention
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import RowSquares, few_rows_layer, patch_parts
 from interpreted import counted_launches, kernels_run, only_interpreted
 
+WIDE = {"hidden_size": 128}
+"""Heads of 32 channels, which attention of decode steps turns itself."""
+
 SHARES = {
-    "llama": {},
+    "llama": WIDE,
     "qwen2": {},
-    "qwen3": {},
-    "gemma": {},
-    "mistral": {"sliding_window": 4},
+    "qwen3": WIDE | {"head_dim": 32},
+    "gemma": WIDE | {"head_dim": 32},
+    "mistral": WIDE | {"head_dim": 32, "sliding_window": 4},
     "phi3": {},
 }
 """Families whose layers take it, and what of their configuration is another one here."""
@@ -53,10 +57,16 @@ def test_it_is_the_layer(family, set_constants):
     layers = launches["_few_rows_product_kernel"] // 4
     assert layers and layers % len(model.model.layers) == 0
     set_constants(few_rows_layer, MOST_WEIGHT_BYTES=0)
+    set_constants(decode_attention, NARROWEST=1024)
     expected, wanted, others = answers(model)
-    assert not others["_few_rows_product_kernel"]
+    assert not others["_few_rows_product_kernel"] and not others["_decode_attention_kernel"]
     assert tokens == expected
     torch.testing.assert_close(values, wanted, atol=2e-5, rtol=0)
+    if family in ("qwen2", "phi3"):
+        assert not launches["_decode_attention_kernel"]
+    else:
+        assert launches["_decode_attention_kernel"] == layers
+        assert not launches["_paged_attention_kernel"]
     fewer = others - launches
     assert fewer["_glu_forward_kernel"] == layers
     assert fewer["_rmsnorm_forward_kernel"] == 2 * layers

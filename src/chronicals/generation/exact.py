@@ -38,6 +38,7 @@ from chronicals.generation.passes import (
     attending_pages,
     run_pass,
 )
+from chronicals.kernels.decode_attention import UnrotatedHeads
 from chronicals.kernels.launch import runs_in_16_bit, runs_triton
 from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
 from chronicals.models import in_evaluation, read_head, within_adapters
@@ -196,6 +197,9 @@ class PackedPass:
                 keys = slice(begin, place + 1)
                 found.append(attend_exactly(q_THD[place], k_TKD[keys], v_TKV[keys], scores))
         return torch.stack(found)
+
+    def attend_unrotated(self, module: nn.Module, new: UnrotatedHeads, scores: Scores) -> None:
+        """Return None: gradients go through the rotation."""
 
     @cached_property
     def pages(self) -> tuple[int, Tensor, Tensor, Tensor]:

@@ -28,6 +28,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import attend_pages, document_attention
 from chronicals.generation.pages import LayerPages, LayerSizes
+from chronicals.kernels.decode_attention import (
+    UnrotatedHeads,
+    decode_attention,
+    takes_unrotated,
+)
 from chronicals.kernels.paged_attention import SharedPages
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Scores, SoleAttention
@@ -73,6 +78,14 @@ class Pass(Protocol):
         self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores
     ) -> Tensor:
         """Return the output ``[T, H, V]`` of one attention module."""
+
+    def attend_unrotated(
+        self, module: nn.Module, new: UnrotatedHeads, scores: Scores
+    ) -> Tensor | None:
+        """Return the output of one attention module for heads that are not rotated yet.
+
+        None if the pass cannot rotate them; then ``attend`` is called.
+        """
 
 
 def _over_pages(
@@ -218,6 +231,9 @@ class Probe:
         bounds = torch.tensor([0, len(q_THD)], dtype=torch.int32, device=q_THD.device)
         return attend_documents(q_THD, k_TKD, v_TKV, scores, bounds, len(q_THD))
 
+    def attend_unrotated(self, module: nn.Module, new: UnrotatedHeads, scores: Scores) -> None:
+        """Return None: sizes are those of keys as they are stored."""
+
 
 @dataclass(frozen=True)
 class PagedPass(ABC):
@@ -252,6 +268,12 @@ class PagedPass(ABC):
             return self.over(pages, q_THD, k_TKD, v_TKV, scores)
         o_THR = self.over(pages, q_THX, k_T1X, k_T1X[..., : w_HVR.shape[2]], scores)
         return torch.einsum("thr,hvr->thv", o_THR, w_HVR)
+
+    def attend_unrotated(
+        self, module: nn.Module, new: UnrotatedHeads, scores: Scores
+    ) -> Tensor | None:
+        """Return None; see ``DecodePass``."""
+        return None
 
     @property
     def alone(self) -> bool:
@@ -345,6 +367,33 @@ class DecodePass(PagedPass):
             softcap=scores.softcap,
             shared=self.shared,
             backend=self.backend,
+        )
+
+    def attend_unrotated(
+        self, module: nn.Module, new: UnrotatedHeads, scores: Scores
+    ) -> Tensor | None:
+        """Turn heads, write keys and values to pages, and attend, in one kernel.
+
+        None where prompts are shared, latents are stored, or another backend attends.
+        """
+        pages = self.layers[module]
+        shares = self.shared is not None and scores.window is None
+        is_ours = self.backend in (None, "kernel")
+        if pages.is_latent or shares or not is_ours:
+            return None
+        if not takes_unrotated(new, pages.keys, pages.values):
+            return None
+        return decode_attention(
+            new,
+            pages.keys,
+            pages.values,
+            self.places[pages.window],
+            self.tables[pages.window],
+            self.lengths,
+            scores.sinks,
+            scale=scores.scale,
+            window=scores.window,
+            softcap=scores.softcap,
         )
 
 

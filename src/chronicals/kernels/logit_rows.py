@@ -77,7 +77,6 @@ def _tanh(x):
 @triton.jit
 def shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Return logits z of raw logits x, fp32: scaled, then bounded by the softcap."""
-    """Return logits z of raw logits x, fp32: scaled, then bounded by the softcap."""
     z = x.to(tl.float32) * scale
     if HAS_SOFTCAP:
         z = softcap * _tanh(z / softcap)

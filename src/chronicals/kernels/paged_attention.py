@@ -136,7 +136,7 @@ class PagedLaunch:
     warps: int
 
 
-def _launch(
+def launch_of(
     q_NHD: Tensor,
     k_PSKD: Tensor,
     value: int,
@@ -513,6 +513,41 @@ def _merge_splits_kernel(
     )
 
 
+def merge_splits(
+    parts_NHSV: Tensor, lse_NHS: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return outputs ``[N, H, V]`` of S splits, weighted by their log-sum-exp.
+
+    Args:
+        parts_NHSV: output of each split, fp32; not read where the log-sum-exp is minus infinity.
+        lse_NHS: the log-sum-exp, fp32.
+        sinks: ``[H]``, for each head the logit of an extra key without a value; or None.
+        dtype: of the result.
+    """
+    sequences, heads, count, value = parts_NHSV.shape
+    out = parts_NHSV.new_empty((sequences, heads, value), dtype=dtype)
+    values = max(16, next_power_of_2(value))
+    merged = max(1, MERGED_AT_ONCE // (next_power_of_2(count) * values))
+    early = launches_early(parts_NHSV)
+    _merge_splits_kernel[(triton.cdiv(sequences * heads, merged),)](
+        parts_NHSV,
+        lse_NHS,
+        sinks,
+        out,
+        sequences * heads,
+        heads,
+        sinks is not None,
+        value,
+        values,
+        count,
+        next_power_of_2(count),
+        merged,
+        early,
+        **early_options(early),
+    )
+    return out
+
+
 @operator("chronicals::paged_attention")
 def _paged_attention(
     q: Tensor,
@@ -530,14 +565,13 @@ def _paged_attention(
     splits: int | None,
 ) -> Tensor:
     """Launch the kernels."""
-    out = q.new_empty(*q.shape[:2], v.shape[3])
     sequences, heads, width = q.shape
     page_size, key_heads = k.shape[1:3]
     value = v.shape[3]
     groups = heads // key_heads
     if not sequences:
-        return out
-    launch = _launch(q, k, value, pages.shape[1] * page_size, window, splits)
+        return q.new_empty(*q.shape[:2], value)
+    launch = launch_of(q, k, value, pages.shape[1] * page_size, window, splits)
     shared = None if teams is None else _shared_launch(q, k, launch, teams)
     values = max(16, next_power_of_2(value))
     count = launch.splits + (0 if shared is None else shared.splits)
@@ -610,24 +644,7 @@ def _paged_attention(
             num_stages=2,
             **early_options(early),
         )
-    merged = max(1, MERGED_AT_ONCE // (next_power_of_2(count) * values))
-    _merge_splits_kernel[(triton.cdiv(sequences * heads, merged),)](
-        parts,
-        lse,
-        sinks,
-        out,
-        sequences * heads,
-        heads,
-        sinks is not None,
-        value,
-        values,
-        count,
-        next_power_of_2(count),
-        merged,
-        early,
-        **early_options(early),
-    )
-    return out
+    return merge_splits(parts, lse, sinks, q.dtype)
 
 
 @torch.library.register_fake(_paged_attention)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import attend_split, document_attention, gather_keys
+from chronicals.kernels.decode_attention import UnrotatedHeads
 from chronicals.kernels.launch import with_padding
 from chronicals.log_once import log_once
 from chronicals.memory import draws_numbers
@@ -434,8 +435,15 @@ def _tokens(layer: Any, inputs: Mapping[str, Any]) -> PackedTokens:
     tables = _tables(inputs)
     assert tables is not None
     cos, sin = (table.squeeze(0) for table in tables)
-    attend = partial(_attend_stored, inputs[PASS], getattr(layer, ATTENTION))
-    return PackedTokens(cos, sin, inputs.get("position_ids"), sys.maxsize, attend)
+    of_module = inputs[PASS], getattr(layer, ATTENTION)
+    return PackedTokens(
+        cos,
+        sin,
+        inputs.get("position_ids"),
+        sys.maxsize,
+        attend=partial(_attend_stored, *of_module),
+        attend_unrotated=partial(_attend_unrotated, *of_module),
+    )
 
 
 def _attend_stored(
@@ -457,6 +465,21 @@ def _attend_stored(
         return out
     room = with_padding(out, (len(out), out[0].numel()), padding)
     return room.copy_(out.flatten(1)).unflatten(1, out.shape[1:])
+
+
+def _attend_unrotated(
+    over: Any,
+    module: nn.Module,
+    new: UnrotatedHeads,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """Attend from heads that the pass turns itself, ``[T, H, W]``; None if it cannot."""
+    found: Tensor | None = over.attend_unrotated(module, new, Scores(scale, window, softcap, sinks))
+    return found
 
 
 def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:

@@ -116,8 +116,7 @@ def run_few_rows(
         of_x = x.float().square().sum(1)[None]
     norm = _norm_of(attention, x, of_x)
     qkv = few_rows_product(x, *_weight(attention.first), norm=norm)
-    q, k, v = attention.positioned(qkv, tokens)
-    attended = attention.attend(q, k, v, tokens).flatten(1)
+    attended = attention.attend_to_product(qkv, tokens).flatten(1)
     weight, bias = _weight(attention.last)
     x, of_x = few_rows_sum(attended, weight, x, bias)
     norm = _norm_of(mlp, x, of_x)

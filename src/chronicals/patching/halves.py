@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_rope, fused_rmsnorm
+from chronicals.kernels.decode_attention import UnrotatedHeads
 from chronicals.kernels.fp8 import Amax
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
@@ -44,6 +45,9 @@ OUTPUT_PROJECTION = ("o_proj",)
 
 HEAD_NORMS = ("q_norm", "k_norm")
 """Names of the children that norm queries and keys."""
+
+GROWING_QUERIES = "llama_4_scaling_beta"
+"""Rotary parameter of models whose queries grow with the position (Ministral 3, after Llama 4)."""
 
 QUERY_UP_PROJECTION = ("q_b_proj",)
 KEY_VALUE_UP_PROJECTION = ("kv_b_proj",)
@@ -113,6 +117,8 @@ class PackedTokens:
         longest: upper bound of a document's length.
         attend: computes attention.
         together: number of key heads that must attend in one call, or a divisor of it.
+        attend_unrotated: computes attention of heads that it rotates itself, or returns None where it
+            cannot; None in passes that have no such function.
     """
 
     cos: Tensor
@@ -121,6 +127,7 @@ class PackedTokens:
     longest: int
     attend: AttendFunction
     together: int = 1
+    attend_unrotated: Callable[..., Tensor | None] | None = None
 
     def rows(self, part: slice) -> PackedTokens:
         """Return the positions of some rows; ``attend`` still needs all of them."""
@@ -280,8 +287,8 @@ class AttentionHalf(FusedHalf):
             tokens: positions of the rows of x.
             gradient: what the layer below asks of the gradient of x.
         """
-        q, k, v, x = self.heads(x, tokens, gradient)
-        return x, self.branch(self.attend(q, k, v, tokens), x.dtype)
+        first, x = self._first_product(x, gradient)
+        return x, self.branch(self.attend_to_product(first, tokens), x.dtype)
 
     def heads(
         self,
@@ -300,11 +307,40 @@ class AttentionHalf(FusedHalf):
             gradient: what the layer below asks of the gradient of x.
             skip_output: only the backward pass is wanted; see ``merged_linear``.
         """
+        first, x = self._first_product(x, gradient, skip_output and self.rotates_alone)
+        return *self.positioned(first, tokens), x
+
+    def _first_product(
+        self, x: Tensor, gradient: GradientRequest, skip_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of the first product, and the residual; arguments are those of ``heads``."""
         normed, x, remake = self._norm_before(x, None, gradient, self.first.amaxes(len(x))[0])
         padded = self.norms.before is not None  # else x is the caller's tensor, without padding
-        skip_output = skip_output and self.rotates_alone
-        first = self.first(normed, remake, padded, skip_output=skip_output)
-        return *self.positioned(first, tokens), x
+        return self.first(normed, remake, padded, skip_output=skip_output), x
+
+    def attend_to_product(self, first: Tensor, tokens: PackedTokens) -> Tensor:
+        """Return what attention gives, ``[T, H, W]``, for an output of the first product."""
+        if tokens.attend_unrotated is not None and not self.last.padding:
+            new = self.unrotated(first, tokens)
+            attended = None if new is None else tokens.attend_unrotated(new, **self.scores)
+            if attended is not None:
+                return attended
+        return self.attend(*self.positioned(first, tokens), tokens)
+
+    def unrotated(self, first: Tensor, tokens: PackedTokens) -> UnrotatedHeads | None:
+        """Return the heads of the first product's output as they are, and how they are turned.
+
+        None where they are turned in another way than ``UnrotatedHeads`` says.
+        """
+        rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
+        usual = getattr(self.attention, "use_rope", True) and not rope.get(GROWING_QUERIES)
+        if not usual or self.reads.interleaved:
+            return None
+        given = first, tokens.cos, tokens.sin, self.counts
+        if self.reads.head_norms is None:
+            return UnrotatedHeads(*given)
+        norms = self._alike_norms(first)
+        return None if norms is None else UnrotatedHeads(*given, *norms)
 
     def positioned(self, first: Tensor, tokens: PackedTokens) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
@@ -321,7 +357,7 @@ class AttentionHalf(FusedHalf):
         q, k, v = self._rotated(first, cos, sin)
         # a factor that grows with the position, in some configurations (Ministral 3, after Llama 4)
         rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
-        beta = rope.get("llama_4_scaling_beta")
+        beta = rope.get(GROWING_QUERIES)
         if beta and tokens.longest > rope["original_max_position_embeddings"]:
             assert tokens.positions is not None  # the class computes the factor from them, too
             trained_length = rope["original_max_position_embeddings"]
@@ -358,6 +394,15 @@ class AttentionHalf(FusedHalf):
             padding: columns to be left free behind each row; by default as many as the output
                 product asks for.
         """
+        scores = self.scores
+        if scores["sinks"] is not None:
+            scores["sinks"] = scores["sinks"][heads]
+        room = self.last.padding if padding is None else padding
+        return tokens.attend(q, k, v, **scores, padding=room)
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Scale, window, softcap and sinks of attention, by their names in ``AttendFunction``."""
         attention = self.attention
         # the window of the module, or of its configuration, which may be for some layers only
         types = getattr(attention.config, "layer_types", None)
@@ -367,17 +412,12 @@ class AttentionHalf(FusedHalf):
             window = None
         else:
             window = getattr(attention.config, "sliding_window", None)
-        sinks = getattr(attention, "sinks", None)
-        return tokens.attend(
-            q,
-            k,
-            v,
-            scale=attention.scaling,
-            window=window,
-            softcap=getattr(attention, "attn_logit_softcapping", None),
-            sinks=sinks if sinks is None else sinks[heads],
-            padding=self.last.padding if padding is None else padding,
-        )
+        return {
+            "scale": attention.scaling,
+            "window": window,
+            "softcap": getattr(attention, "attn_logit_softcapping", None),
+            "sinks": getattr(attention, "sinks", None),
+        }
 
     def branch(self, attended: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the branch that is added to the residual, ``[T, D]``, of what attention gave.
@@ -387,6 +427,24 @@ class AttentionHalf(FusedHalf):
             dtype: dtype of the residual; by default that of ``attended``.
         """
         return self._norm_after(self.last(attended.flatten(1), x_is_saved=True, dtype=dtype))
+
+    def _alike_norms(self, qkv: Tensor) -> tuple[tuple[Tensor, Tensor], float, float] | None:
+        """Return weights of the norms of queries and keys, their epsilon and offset.
+
+        None unless each head is normed by itself, and both norms have the same epsilon and offset.
+        """
+        assert self.reads.head_norms is not None
+        q_norm, k_norm = (
+            reads.arguments(norm, qkv)
+            for reads, norm in zip(self.reads.head_norms, self.inner_norms)
+        )
+        q_weight, epsilon, offset = q_norm
+        k_weight = k_norm[0]
+        if q_weight is None or k_weight is None or k_norm[1:] != (epsilon, offset):
+            return None
+        if len(q_weight) != self.attention.head_dim:
+            return None
+        return (q_weight, k_weight), epsilon, offset
 
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``[T, H or K, W]``, normed and rotated.
@@ -406,21 +464,12 @@ class AttentionHalf(FusedHalf):
             return fused_qkv_rope(qkv, cos, sin, heads, interleaved, padding, amax)
         if head_norms is None:
             return heads_of(qkv, *heads)
-        q_norm, k_norm = (
-            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms)
-        )
-        q_weight, epsilon, offset = q_norm
-        k_weight = k_norm[0]
-        if (
-            q_weight is not None
-            and k_weight is not None
-            and len(q_weight) == width
-            and k_norm[1:] == (epsilon, offset)
-        ):
+        alike = self._alike_norms(qkv)
+        if alike is not None:
+            weights, epsilon, offset = alike
             return fused_qkv_norm_rope(
                 qkv,
-                q_weight,
-                k_weight,
+                *weights,
                 cos,
                 sin,
                 heads,
@@ -430,6 +479,9 @@ class AttentionHalf(FusedHalf):
                 padding,
                 amax,
             )
+        q_norm, k_norm = (
+            reads.arguments(norm, qkv) for reads, norm in zip(head_norms, self.inner_norms)
+        )
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q = fused_rmsnorm(q, *q_norm).unflatten(1, (-1, width))
         k = fused_rmsnorm(k, *k_norm).unflatten(1, (-1, width))
@@ -470,6 +522,9 @@ class LatentHalf(AttentionHalf):
             if group.dtype != self.first.dtype:
                 raise Unmerged("the weights of its products differ in dtype")
         self.products += up_products
+
+    def unrotated(self, first: Tensor, tokens: PackedTokens) -> None:
+        """Return None: heads are made of latents."""
 
     def _rotated(self, latents: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys ``[T, H, N + P]``, and values ``[T, H, V]``.

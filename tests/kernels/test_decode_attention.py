@@ -1,0 +1,171 @@
+"""Attention of a decode step from the first product on: as exact as rotation, pages and attention apart."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chronicals.kernels import decode_attention as module
+from chronicals.kernels.decode_attention import (
+    UnrotatedHeads,
+    decode_attention_reference,
+    takes_unrotated,
+)
+from comparison import assert_as_exact_as_plain
+from interpreted import kernels_run
+from mutants import mutant
+
+PAGE = 16
+
+SHAPES = {
+    "one key head of seven queries": (7, 1, 64),
+    "as many key heads as queries": (3, 3, 32),
+    "more queries of a key head than a program's": (40, 1, 128),
+    "several key heads": (8, 4, 32),
+}
+"""Query heads, key heads and their width."""
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 7},
+    "softcap": {"softcap": 2.0},
+    "window and softcap": {"window": 21, "softcap": 3.0},
+}
+
+
+def memory_of(lengths, device):
+    """Block table and place of the last token of sequences of these lengths; page 0 is of none."""
+    longest = -(-max(lengths) // PAGE)
+    count = len(lengths) * longest
+    table = (torch.randperm(count, device=device) + 1).view(len(lengths), longest)
+    keys = torch.tensor(lengths, device=device)
+    last = keys - 1
+    places = table.gather(1, (last // PAGE)[:, None])[:, 0] * PAGE + last % PAGE
+    return table, places, keys, count + 1
+
+
+def heads_of_shape(shape, sequences, device, dtype, normed):
+    """Random heads of new tokens, of which the rows lie apart."""
+    heads, key_heads, width = shape
+    columns = (heads + 2 * key_heads) * width
+    qkv = torch.randn(sequences, columns + 16, device=device)[:, :columns]
+    angles = torch.rand(sequences, width // 2, device=device) * 6
+    cos, sin = (torch.cat((x, x), 1) for x in (angles.cos(), angles.sin()))
+    norms = [0.5 + torch.rand(width, device=device) for _ in range(2)]
+    tensors = [x.to(dtype) for x in (qkv, cos, sin, *norms)]
+    qkv, cos, sin, *norms = tensors
+    counts = heads, key_heads
+    if not normed:
+        return UnrotatedHeads(qkv, cos, sin, counts)
+    return UnrotatedHeads(qkv, cos, sin, counts, tuple(norms), 1e-6, 1.0)
+
+
+def compare(shape, lengths, device, of=module, normed=False, sinks=False, splits=None, **options):
+    """Outputs and pages of ours and of plain torch, both beside fp64."""
+    heads, key_heads, width = shape
+    table, places, keys, count = memory_of(lengths, device)
+
+    def draw():
+        new = heads_of_shape(shape, len(lengths), device, torch.bfloat16, normed)
+        pages = torch.randn(2, count, PAGE, key_heads, width, device=device).bfloat16()
+        logits = torch.randn(heads, device=device).bfloat16()
+        return [new.qkv_NX, new.cos_NW, new.sin_NW, *(new.norms or ()), pages, logits]
+
+    def run(function, **chosen):
+        def call(qkv, cos, sin, *others):
+            *norms, pages, logits = others
+            of_norms = (tuple(norms), 1e-6, 1.0) if normed else ()
+            new = UnrotatedHeads(qkv, cos, sin, (heads, key_heads), *of_norms)
+            k, v = (x.contiguous().clone() for x in pages)
+            given = (x.to(qkv.device) for x in (places, table, keys))
+            with torch.no_grad():
+                out = function(
+                    new,
+                    k,
+                    v,
+                    *given,
+                    logits if sinks else None,
+                    scale=width**-0.5,
+                    **options,
+                    **chosen,
+                )
+            zero = 0 * sum(x.sum().to(qkv.dtype) for x in (qkv, cos, sin, *others))
+            return out + zero, torch.stack((k, v)) + zero
+
+        return call
+
+    ours = run(of.decode_attention, splits=splits)
+    assert_as_exact_as_plain(ours, run(decode_attention_reference), draw)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("normed", [False, True], ids=["rotated", "normed"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_over_shapes(shape, options, normed, device):
+    compare(SHAPES[shape], [1, 2, 140, 33], device, normed=normed, **OPTIONS[options])
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_splits_and_sinks(splits, sinks, device):
+    """The new token is alone in its split, the first or the last of one, or no split's at all."""
+    compare((4, 2, 32), [1, 128, 129, 257, 17], device, splits=splits, sinks=sinks)
+
+
+def test_others_pages_are_not_touched(device):
+    lengths = [3, 20]
+    table, places, keys, count = memory_of(lengths, device)
+    new = heads_of_shape((4, 2, 32), 2, device, torch.bfloat16, False)
+    pages = torch.randn(2, count, PAGE, 2, 32, device=device).bfloat16()
+    k, v = pages.clone()
+    with kernels_run():
+        assert takes_unrotated(new, k, v)
+        module.decode_attention(new, k, v, places, table, keys, scale=1.0)
+    _, turned, values = new.turned()
+    for written, before, given in ((k, pages[0], turned), (v, pages[1], values)):
+        flat, own = written.flatten(0, 1), before.flatten(0, 1)
+        torch.testing.assert_close(flat[places], given, atol=0.02, rtol=0.02)
+        others = torch.ones(len(flat), dtype=torch.bool, device=device)
+        others[places] = False
+        assert torch.equal(flat[others], own[others])
+
+
+def test_what_the_kernel_takes(device):
+    new = heads_of_shape((4, 2, 32), 2, device, torch.bfloat16, False)
+    pages = torch.zeros(3, PAGE, 2, 32, device=device).bfloat16()
+    assert takes_unrotated(new, pages, pages)
+    half = replace(new, cos_NW=new.cos_NW[:, :16], sin_NW=new.sin_NW[:, :16])
+    assert not takes_unrotated(half, pages, pages)
+    assert not takes_unrotated(new, pages, pages[..., :16].contiguous())
+    assert not takes_unrotated(new, pages.transpose(1, 2), pages)
+    odd = heads_of_shape((4, 2, 48), 2, device, torch.bfloat16, False)
+    wide = torch.zeros(3, PAGE, 2, 48, device=device).bfloat16()
+    assert not takes_unrotated(odd, wide, wide)
+
+
+PLANTED = {
+    "queries are not rotated": ("q_a = a.to(dtype)", "q_a = tl.load(q_at, mask=is_head[:, None])"),
+    "the new key is read from its page, too": ("token < tl.minimum(end, last)", "token < end"),
+    "keys are written without their rotation": (
+        "tl.store(k_ptr + written + half[None, :], new_a)",
+        "tl.store(k_ptr + written + half[None, :], tl.load(new_at))",
+    ),
+    "a value is written where that of another head is": (
+        "tl.store(v_ptr + written + value, new_value)",
+        "tl.store(v_ptr + written - key_head * WIDTH + value, new_value)",
+    ),
+    "the new token counts in each tile": ("has_new & (step == 0)", "has_new"),
+    "a window begins one key late": ("length - window", "length - window + 1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_faults_are_found(fault, device):
+    wrong = mutant(module, *PLANTED[fault], "_decode_attention_kernel")
+    with pytest.raises(AssertionError):
+        compare((4, 2, 32), [5, 340, 33], device, wrong, splits=1, window=300)
