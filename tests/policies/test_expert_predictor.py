@@ -87,6 +87,17 @@ def test_what_cannot_be_is_refused(tmp_path):
         assert re.search(words, message), message
 
 
+def test_heads_whose_weights_are_missing_or_damaged_are_refused(tmp_path):
+    folder = heads_in(tmp_path / "heads", model())
+    weights = tmp_path / "heads" / "predictor.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    message = refused(tmp_path, model(), expert_predictor=folder)
+    assert re.search(r"^expert_predictor='.*heads': .*no predictor is there", message), message
+    weights.unlink()
+    message = refused(tmp_path, model(), expert_predictor=folder)
+    assert re.search(r"^expert_predictor='.*heads': expected .* or a folder", message), message
+
+
 def test_it_belongs_to_experts_in_host_memory():
     for name in ("last", "none"):
         with pytest.raises(

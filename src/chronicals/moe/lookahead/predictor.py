@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -186,7 +187,7 @@ class ExpertPredictor(nn.Module):
         try:
             said = json.loads((folder / SAID).read_text())
             weights = load_file(folder / WEIGHTS)
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, json.JSONDecodeError, SafetensorError) as error:
             raise ValueError(
                 f"{folder}: no predictor is there ({error}); make one with chronicals moe "
                 "predict-train"

@@ -49,7 +49,8 @@ class NamedPredictor:
         Raises:
             ValueError: it is neither one of ``NAMES`` nor a folder with heads.
         """
-        if self.name not in NAMES and not (Path(self.name) / SAID).exists():
+        files = (Path(self.name) / name for name in (SAID, WEIGHTS))
+        if self.name not in NAMES and not all(file.exists() for file in files):
             raise ValueError(
                 f"{self.words}: expected {', '.join(map(repr, NAMES))}, or a folder with trained "
                 "heads (chronicals moe predict-train)"
@@ -91,7 +92,10 @@ class NamedPredictor:
     def _heads(self, model: Any) -> ExpertPredictor:
         """Return the heads of a folder, or a native model's own."""
         if self.name != HEADS:
-            heads = ExpertPredictor.load(Path(self.name))
+            try:
+                heads = ExpertPredictor.load(Path(self.name))
+            except ValueError as error:
+                raise ValueError(f"{self.words}: {error}") from None
         elif getattr(model.get_decoder(), "layer_ahead", None) is not None:
             heads = ExpertPredictor.within(model)
         else:
