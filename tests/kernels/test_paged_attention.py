@@ -277,7 +277,7 @@ def test_a_launch_is_chosen_by_static_sizes():
     assert (one.rows, one.keys, one.channels, one.splits) == (16, 64, 128, 1)
     latent = module.launch_of(torch.zeros(2, 128, 576), torch.zeros(4, 16, 1, 576), 512, 255, None)
     assert (latent.rows, latent.keys, latent.channels) == (16, 16, 64)
-    narrow = module._launch(q[..., :64], k[..., :64], 64, 255, None)
+    narrow = module.launch_of(q[..., :64], k[..., :64], 64, 255, None)
     assert narrow.keys == 128
     # one sequence of many keys is split, and a window leaves nothing to split
     long = module.launch_of(q[:1, :1], k[:, :, :1], 128, 2**20, None)

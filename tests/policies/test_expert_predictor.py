@@ -99,11 +99,12 @@ def test_heads_whose_weights_are_missing_or_damaged_are_refused(tmp_path):
 
 
 def test_it_belongs_to_experts_in_host_memory():
-    for name in ("last", "none"):
+    for name in ("none", "heads"):
         with pytest.raises(
             ConfigurationError, match=f"^expert_predictor='{name}': is for experts in"
         ):
             ChronicalsConfig(expert_predictor=name)
+    assert ChronicalsConfig(expert_predictor="last").expert_predictor == "last"  # the default
     assert (
         ChronicalsConfig(memory=["offload_experts"], expert_memory="8GiB").expert_predictor
         == "last"

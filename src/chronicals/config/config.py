@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from chronicals.config.agreement import IMPLIED, RULES
 from chronicals.config.checked_class import AUTO, STRICT, Heading, configuration, is_auto
 from chronicals.config.explanations import raise_together
-from chronicals.config.memory_entries import ALIASES, MemoryPolicy
+from chronicals.config.memory_entries import ALIASES, EXPERT_PREDICTOR, MemoryPolicy
 from chronicals.config.reward_entries import (
     DROP,
     as_entries,
@@ -310,7 +310,7 @@ class ChronicalsConfig:
         "or 8GiB; at least those of a token and two more",
     )
     expert_predictor: str = Field(
-        default="last",
+        default=EXPERT_PREDICTOR,
         description="Which experts in host memory are fetched before a layer chooses: last, those "
         "that it chose the last time, none, heads of the native model, or a folder of chronicals "
         "moe predict-train; no result depends on it",

@@ -34,6 +34,9 @@ ALIASES: dict[str, MemoryPolicy] = {
 }
 """Switches that, set to true, are entries of ``memory``."""
 
+EXPERT_PREDICTOR = "last"
+"""Value of ``expert_predictor`` by default, which says nothing where experts are on the card."""
+
 
 def check_memory(config: ChronicalsConfig) -> None:
     """Check that the entries of ``memory`` fit together, and fit other fields.
@@ -53,7 +56,7 @@ def check_memory(config: ChronicalsConfig) -> None:
             f"expert_memory={config.expert_memory:g}: is for experts in host memory; set "
             "memory=['auto', 'offload_experts'], or leave it out"
         )
-    if "expert_predictor" in config.explicit and not offloads:
+    if config.expert_predictor != EXPERT_PREDICTOR and not offloads:
         raise ConfigurationError(
             f"expert_predictor={config.expert_predictor!r}: is for experts in host memory; set "
             "memory=['auto', 'offload_experts'], or leave it out"
