@@ -620,10 +620,12 @@ class MLPHalf(FusedHalf):
             del unit  # before the norm makes a tensor of its own
             return x, self._norm_after(branch)
 
+        dtype = x.dtype  # a tile that held x would keep it until the backward pass
+
         def tile_output(rows: Tensor) -> Tensor:
             unit, remake = self._gated_unit(rows)
             again = skip_output or runs_again()
-            return self.last(unit, remake, skip_output=again, dtype=x.dtype)
+            return self.last(unit, remake, skip_output=again, dtype=dtype)
 
         draws = self.layer.training and draws_numbers(self.mlp)
         return x, self._norm_after(tiled(tile_output, normed, draws, tells=True))
