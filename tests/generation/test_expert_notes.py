@@ -68,7 +68,9 @@ def test_they_are_those_of_a_pass_over_the_whole_text(name, memory, graphs):
             assert answer.experts.shape == (len(answer.tokens) - 1, 2, 2)
             assert torch.equal(answer.experts.long().sort(-1).values, whole.sort(-1).values)
     plain = [dataclasses.replace(request, notes_experts=False) for request in given]
-    assert Engine(model, settings).generate(plain) == answered
+    # Steps as graphs are padded, and a CPU's products of other numbers of rows have other bits.
+    again = EmulatedRecorder() if graphs else None
+    assert Engine(model, settings, again).generate(plain) == answered
 
 
 def test_a_dense_model_has_none():
