@@ -52,7 +52,7 @@ WIDEST = 256
 
 @dataclass(frozen=True)
 class UnrotatedHeads:
-    """What a layer's first product made of new tokens, and how its heads are turned.
+    """Heads of new tokens as a layer's first product made them, and how they are turned.
 
     Attributes:
         qkv_NX: ``[N, (H + 2 K) W]``.

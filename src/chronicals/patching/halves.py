@@ -287,8 +287,12 @@ class AttentionHalf(FusedHalf):
             tokens: positions of the rows of x.
             gradient: what the layer below asks of the gradient of x.
         """
-        first, x = self._first_product(x, gradient)
-        return x, self.branch(self.attend_to_product(first, tokens), x.dtype)
+        if tokens.attend_unrotated is not None:
+            first, x = self._first_product(x, gradient)
+            return x, self.branch(self.attend_to_product(first, tokens), x.dtype)
+        # Nothing holds the first product while attention runs, if heads are normed apart from it.
+        q, k, v, x = self.heads(x, tokens, gradient)
+        return x, self.branch(self.attend(q, k, v, tokens), x.dtype)
 
     def heads(
         self,
