@@ -29,7 +29,7 @@ from chronicals.moe.offload import copies
 from chronicals.moe.offload.engine import ExpertEngine
 from chronicals.moe.offload.eviction import LeastRecentlyUsed
 from chronicals.moe.offload.layers import LayerRecords
-from chronicals.moe.offload.module import HostLook
+from chronicals.moe.offload.looks import HostLook
 from chronicals.moe.offload.prediction import Predictor, Repeating
 from chronicals.moe.offload.report import report_of
 from chronicals.moe.offload.slab import HostSlab

@@ -5,8 +5,10 @@ import torch
 from test_expert_offload import EACH, EXPERTS, assert_same_bits, build, ids_of, offloaded, resident
 
 from chronicals.kernels import cuda_graphs
+from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.moe.offload import copies, engine
-from chronicals.moe.offload.module import HostLook, streamed_experts_of
+from chronicals.moe.offload.looks import HostLook
+from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.moe.offload.prediction import Predictor
 from mutants import mutant
 
@@ -244,9 +246,9 @@ def test_a_capture_is_cut_with_both():
             cuts.append((decide, behind))
 
     x = torch.randn(1, module.source.sizes[1])
-    bounds = torch.zeros(EXPERTS + 1, dtype=torch.int32)
+    to = dispatch_to_experts(torch.tensor([[3, 5]]), EXPERTS)
     with cuda_graphs.capture_under_way(Capture()):
-        assert module.source.in_graph(bounds, x) is not None
+        assert module.source.in_graph(to, x, None) is not None
     [(decide, behind)] = cuts
     assert decide.__func__ is HostLook.bring and behind.__func__ is HostLook.fetch_ahead
     streamed.offload.close()

@@ -14,12 +14,11 @@ import chronicals
 import families
 from chronicals.models.four_bits import quantise_experts
 from chronicals.moe.offload import copies, engine, layers, slab
-from chronicals.moe.offload.cpu_share import CpuShare
+from chronicals.moe.offload.cpu_share import CpuShare, HostShare
 from chronicals.moe.offload.errors import ExpertRecordError
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import ByTrace, LeastFrequentlyUsed, LeastRecentlyUsed
 from chronicals.moe.offload.layers import LayerRecords, slot_bytes_of
-from chronicals.moe.offload.module import HostShare
 from chronicals.moe.offload.slab import HostSlab, filling
 from chronicals.patching.patch import patch_parts
 from chronicals.quantization.expert_records import PlainRecords, RecordLayout

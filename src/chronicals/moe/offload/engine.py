@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,18 @@ def with_rows(bounds: Sequence[int] | NDArray[np.int32]) -> list[int]:
     ends = np.asarray(bounds)
     found: list[int] = (ends[1:] > ends[:-1]).nonzero()[0].tolist()
     return found
+
+
+class Brought(NamedTuple):
+    """The experts of a layer that a decode step chose.
+
+    Attributes:
+        chosen: the experts with rows.
+        by_cpu: those of them that the CPU computes.
+    """
+
+    chosen: list[int]
+    by_cpu: list[int]
 
 
 class ExpertEngine:
@@ -307,17 +319,19 @@ class ExpertEngine:
         passing = len(chosen) * len(self.layers) > self.slots
         self._coming += self._fetch_early(absent[:most], kept, self.current_stream, passing)
 
-    def share_with_cpu(self, layer: int, bounds: Sequence[int], tokens: int) -> list[int]:
+    def has_cpu_share(self, tokens: int) -> bool:
+        """Return whether the CPU computes some of the missing experts of a pass without gradients."""
+        return self.cpu is not None and tokens <= MOST_TOKENS
+
+    def share_with_cpu(self, layer: int, chosen: Sequence[int]) -> list[int]:
         """Return the missing experts of a pass that the CPU computes; waves leave them out.
 
         Args:
             layer: number of the layer.
-            bounds: rows of its experts.
-            tokens: of the pass.
+            chosen: its experts with rows.
         """
-        if self.cpu is None or tokens > MOST_TOKENS:
-            return []
-        missing = [e for e in with_rows(bounds) if (layer, e) not in self._slot_of]
+        assert self.cpu is not None
+        missing = [expert for expert in chosen if (layer, expert) not in self._slot_of]
         share = self.cpu.of_missing(missing)
         self.log.miss([(layer, expert) for expert in share])
         self.log.layers[layer].by_cpu += len(share)
@@ -343,9 +357,9 @@ class ExpertEngine:
         """Tokens of a decode step, at most, that graphs can take.
 
         Their experts are all in slots at once, and products read them there, so that ``bring``
-        prepares them. 0 where the CPU computes a share, or shared experts stand in.
+        prepares them. 0 where shared experts stand in.
         """
-        if self.cpu is not None or self.stands_in:
+        if self.stands_in:
             return 0
         most = self.slots // max(layer.each for layer in self.layers)
         for layer, views in zip(self.layers, self._views.values()):
@@ -360,9 +374,14 @@ class ExpertEngine:
         return self._copies.current()
 
     def bring(
-        self, layer: int, read: NDArray[np.int32], slots: NDArray[np.int32], stream: Any
-    ) -> list[int]:
-        """Bring all experts of a layer with rows into slots, for products of a graph.
+        self,
+        layer: int,
+        read: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        stream: Any,
+        shares: bool = False,
+    ) -> Brought:
+        """Bring the experts of a layer with rows into slots, for products of a graph.
 
         The products of the layer before are done: the host has read what was computed from them. So
         no copy has to wait for one, and those that are launched next on the stream wait for all
@@ -371,14 +390,14 @@ class ExpertEngine:
         Args:
             layer: number of the layer.
             read: what was ``to_be_read``, on the host.
-            slots: ``[E]``; the slots of experts with rows are written to it.
+            slots: ``[E]`` or longer; the slots of experts with rows are written to it.
             stream: the current stream.
-
-        Returns:
-            The experts with rows.
+            shares: the CPU computes some of the missing experts, which are not brought.
         """
         chosen = self.note_read(layer, read)
-        waiting = [(layer, expert) for expert in chosen]
+        by_cpu = self.share_with_cpu(layer, chosen) if shares else []
+        brought = [expert for expert in chosen if expert not in by_cpu]
+        waiting = [(layer, expert) for expert in brought]
         passing = len(chosen) * len(self.layers) > self.slots
         began = self._mark(stream)
         copy = partial(self._copies.copy_before_products, stream=stream)
@@ -388,9 +407,11 @@ class ExpertEngine:
         held = [self._slot_of[key] for key in wave]
         self._copies.wait_for(held, stream)
         self._note_wait(layer, began, stream)
-        for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
+        for expert, slot in zip(brought, held):  # a few numbers: faster one by one than as a list
             slots[expert] = slot
-        return chosen
+        for expert in by_cpu:
+            slots[expert] = held[0] if held else 0  # what their rows get is replaced
+        return Brought(chosen, by_cpu)
 
     def fetch_ahead(
         self, layer: int, chosen: list[int], read: NDArray[np.int32], stream: Any
@@ -402,7 +423,7 @@ class ExpertEngine:
 
         Args:
             layer: number of the layer, whose experts ``bring`` brought.
-            chosen: what it returned.
+            chosen: the experts with rows.
             read: what was ``to_be_read``, on the host.
             stream: the current stream.
         """
