@@ -60,7 +60,6 @@ from chronicals.kernels.expert_stacks import (
     StackInGGUF,
     StackInMXFP4,
 )
-from chronicals.kernels.few_rows_product import RowNorm, few_rows_product, few_rows_sum
 from chronicals.kernels.few_tokens_product import (
     few_tokens_product,
     few_tokens_product_reference,
@@ -1037,56 +1036,6 @@ def products_of_few_rows():
         )
 
 
-LAYER_OF_05B = {"first": (1152, 896), "out": (896, 896), "gates": (9728, 896), "down": (896, 4864)}
-"""Outputs and inputs of the products of a layer of a 0.5B: queries, keys and values; output of
-attention; gate and up; down.
-"""
-
-
-def products_beside_norms():
-    """``few_rows_product``: the products of the 24 layers of a 0.5B for 1, 16 and 64 sequences with
-    their norms, units and additions, beside separate kernels, both as graphs. The error is that of
-    one layer.
-    """
-    layers = [
-        {name: random(*shape, scale=shape[1] ** -0.5) for name, shape in LAYER_OF_05B.items()}
-        for _ in range(24)
-    ]
-    of_norm = random(896)
-    moved = sum(weight.nbytes for layer in layers for weight in layer.values())
-
-    def fused(x: Tensor, attended: Tensor, count: int = 24) -> Tensor:
-        squares = x.float().square().sum(1)[None]
-        for w in layers[:count]:
-            norm = RowNorm(squares, of_norm, 1e-6)
-            attended = attended + few_rows_product(x, w["first"], norm=norm)[:, :896]
-            x, squares = few_rows_sum(attended, w["out"], x)
-            norm = RowNorm(squares, of_norm, 1e-6)
-            unit = few_rows_product(x, w["gates"], norm=norm, activation="silu")
-            x, squares = few_rows_sum(unit, w["down"], x)
-        return x
-
-    def apart(x: Tensor, attended: Tensor, count: int = 24) -> Tensor:
-        kind = x.dtype
-        for w in ({name: weight.to(kind) for name, weight in w.items()} for w in layers[:count]):
-            normed = kernels.fused_rmsnorm(x, of_norm.to(kind), 1e-6)
-            attended = attended + F.linear(normed, w["first"])[:, :896]
-            branch = F.linear(attended, w["out"])
-            normed, x = kernels.fused_add_rmsnorm(branch, x, of_norm.to(kind), 1e-6)
-            x = x + F.linear(glu_of_both(F.linear(normed, w["gates"]), "silu"), w["down"])
-        return x
-
-    for rows in (1, 16, 64):
-        given = random(rows, 896), random(rows, 896)
-        exact = apart(*(x.double() for x in given), 1)
-        yield Row(
-            f"few_rows_product, layers of a 0.5B, {rows} rows",
-            {"ours": Captured(partial(fused, *given)), "apart": Captured(partial(apart, *given))},
-            bytes=moved,
-            error=tuple(relative(call(*given, 1), exact) for call in (fused, apart)),
-        )
-
-
 def products_of_few_tokens():
     """``few_tokens_product``: gate and up of 128 experts, 8 of them a token, for 1, 8 and 64
     tokens, in every format, from slots in another order. Beside them the product over dense weights
@@ -1579,7 +1528,6 @@ GROUPS = {
     "fp8": fp8,
     "nf4": nf4,
     "nf4_product": products_of_few_rows,
-    "few_rows_product": products_beside_norms,
     "few_tokens_product": products_of_few_tokens,
     "dense_slots": dense_values_of_slots,
     "gguf": gguf_blocks,

@@ -111,9 +111,7 @@ def test_against_the_definition(short, tokens, width, heads, groups):
 def test_views_out_of_a_merged_product(short):
     def draw():
         merged = torch.randn(301, 8 * 64, device="cuda", dtype=HALF)
-        return [
-            part.view(301, -1, 64) for part in merged.split([4 * 64, 2 * 64, 2 * 64], -1)
-        ]
+        return [part.view(301, -1, 64) for part in merged.split([4 * 64, 2 * 64, 2 * 64], -1)]
 
     compare([301], draw, backend="cudnn", scale=0.2)
 

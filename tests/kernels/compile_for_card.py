@@ -174,7 +174,6 @@ def calls() -> dict[str, Callable[[], object]]:
         ),
         "nf4": lambda: four_bits(nf4),
         "nf4_product": lambda: products_of_few_rows(nf4),
-        "few_rows_product": products_beside_norms,
         "few_tokens_product": lambda: products_of_few_tokens(nf4),
         "dense_slots": lambda: values_of_slots(nf4),
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
@@ -214,24 +213,6 @@ def attention_of_decode_steps() -> None:
             for of_norms in ((), (norms, 1e-6, 0.0)):
                 new = UnrotatedHeads(qkv, *tables, (heads, key_heads), *of_norms)
                 decode_attention(new, pages, pages, numbers, table, numbers, scale=1.0, window=512)
-
-
-def products_beside_norms() -> None:
-    """The products of a 0.5B's layer for few rows and many, with residuals in both dtypes."""
-    from chronicals.kernels.few_rows_product import RowNorm, few_rows_product, few_rows_sum
-
-    first, gate_and_up, last = (
-        torch.zeros(shape, dtype=HALF) for shape in ((1152, 896), (9728, 896), (896, 4864))
-    )
-    bias = torch.zeros(1152, dtype=HALF)
-    for rows in (1, 17, 64):
-        for kind in (HALF, torch.float32):
-            x = torch.zeros(rows, 896, dtype=kind)
-            unit = torch.zeros(rows, 4864, dtype=HALF)
-            _, squares = few_rows_sum(unit, last, x)
-            norm = RowNorm(squares, torch.zeros(896, dtype=HALF), 1e-6)
-            few_rows_product(x, first, bias, norm=norm)
-            few_rows_product(x, gate_and_up, norm=norm, activation="silu")
 
 
 def experts(rank: int) -> None:
@@ -634,10 +615,10 @@ WAIT = "griddepcontrol.wait"
 
 
 def waits_first(ptx: str) -> bool:
-    """Return whether nothing but a prefetch stands before the wait of a kernel launched early."""
+    """Return whether a kernel that is launched early reads and writes nothing before it waits."""
     before, _, behind = ptx[ptx.index(".entry") :].partition(WAIT)
     touches = re.search(r"\b(ld\.global|cp\.async\.c|st\.global|atom|red\.)", before)
-    return touches is None and WAIT not in behind and "prefetch" not in behind
+    return touches is None and WAIT not in behind
 
 
 def main() -> None:

@@ -100,7 +100,11 @@ def test_a_length_that_was_given_stays(folder):
 
 @pytest.mark.parametrize(
     "fields, backend",
-    [({}, "flash"), ({"use_flash_attention": False}, ""), ({"mixed_precision": "fp32"}, "per-document")],
+    [
+        ({}, "flash"),
+        ({"use_flash_attention": False}, ""),
+        ({"mixed_precision": "fp32"}, "per-document"),
+    ],
     ids=str,
 )
 def test_a_plan_counts_on_the_attention_that_torch_has(folder, fields, backend):

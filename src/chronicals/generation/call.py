@@ -30,7 +30,7 @@ from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels.host_memory import received, sent
 from chronicals.kernels.token_draws import Drawn
 from chronicals.models import Head, input_device, read_head
-from chronicals.patching import RowSquares, residual_dtypes
+from chronicals.patching import residual_dtypes
 
 LOGIT_ROWS = 512
 """Rows of logits that exist at once: 150 MB in 16 bits with a vocabulary of 150,000.
@@ -312,7 +312,6 @@ class Call:
                 slots.shared,
                 backend,
                 residuals=self._residuals,
-                squares=RowSquares(),
             )
         with nullcontext() if self._notes is None else self._notes.taken(slots):
             states = self._states(slots.ids, slots.positions, over)

@@ -43,7 +43,6 @@ from chronicals.kernels.launch import runs_in_16_bit, runs_triton
 from chronicals.kernels.paged_attention import paged_attention, paged_attention_reference
 from chronicals.models import in_evaluation, read_head, within_adapters
 from chronicals.models.attention_seam import Scores
-from chronicals.patching import RowSquares
 from chronicals.quantization import packed_layers
 
 LEAST_KEYS = 16
@@ -178,7 +177,6 @@ class PackedPass:
     """
 
     residuals: Mapping[nn.Module, torch.dtype] = {}
-    squares: RowSquares | None = None
 
     def __init__(self, bounds: Tensor, longest: int):
         self.bounds = bounds

@@ -36,7 +36,6 @@ from chronicals.kernels.decode_attention import (
 from chronicals.kernels.paged_attention import SharedPages
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import PASS, Scores, SoleAttention
-from chronicals.patching import RowSquares
 
 _ATTENTION = "chronicals_pages"
 """Name in transformers' table of attention functions; no mask function has it, so none is made."""
@@ -60,17 +59,10 @@ class Pass(Protocol):
     Attributes:
         residuals: dtype of the residual that fused decoder layers hand on, of those that can take it
             in fp32.
-        squares: sums of squares that fused decoder layers over few rows hand on; None where they run
-            as over many.
     """
 
     @property
     def residuals(self) -> Mapping[nn.Module, torch.dtype]:
-        """See above."""
-        ...
-
-    @property
-    def squares(self) -> RowSquares | None:
         """See above."""
         ...
 
@@ -208,7 +200,6 @@ class Probe:
     """
 
     residuals: Mapping[nn.Module, torch.dtype] = {}
-    squares: RowSquares | None = None
 
     def __init__(self, latents: Latents):
         self.sizes: dict[nn.Module, LayerSizes] = {}
@@ -244,14 +235,13 @@ class PagedPass(ABC):
         latents: latents of the pass.
         places: int64 ``[T]``, where the new tokens are written in the layers of each sliding
             window, and in those without (None): page · S + place within the page.
-        residuals, squares: as those of ``Pass``; none by default.
+        residuals: as those of ``Pass``; none by default.
     """
 
     layers: dict[nn.Module, LayerPages]
     latents: Latents
     places: Mapping[int | None, Tensor]
     residuals: Mapping[nn.Module, torch.dtype] = field(default_factory=dict, kw_only=True)
-    squares: RowSquares | None = field(default=None, kw_only=True)
 
     def attend(
         self, module: nn.Module, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scores: Scores

@@ -8,7 +8,6 @@ from chronicals.patching.decoder_layer import (
     packed_products,
     recompute_norms_and_units,
 )
-from chronicals.patching.few_rows_layer import RowSquares
 from chronicals.patching.fp8_experts import (
     experts_in_fp8,
     offload_frozen_experts,
@@ -41,7 +40,6 @@ __all__ = [
     "Left",
     "PatchReport",
     "Replaced",
-    "RowSquares",
     "experts_in_fp8",
     "forget_policies",
     "forget_row_norms",

@@ -30,7 +30,6 @@ from chronicals.log_once import log_once
 from chronicals.memory import draws_numbers
 from chronicals.models.attention_seam import PASS, Scores
 from chronicals.models.presentation import CACHES
-from chronicals.patching.few_rows_layer import run_few_rows, runs_few_rows
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.fused_weights import GroupProduct, Unmerged
 from chronicals.patching.gated_mlps import GatedMLPReads
@@ -351,10 +350,6 @@ def _run(
     if in_tiles:
         return run_in_tiles(layer, hidden_states, attention, mlp, _tokens(layer, inputs))
     x = hidden_states.squeeze(0)
-    squares = inputs[PASS].squares if over_pages else None
-    if squares is not None and runs_few_rows(x, attention, mlp):
-        tokens = _tokens(layer, inputs)
-        return run_few_rows(hidden_states, attention, mlp, tokens, squares, residual or x.dtype)
     if attention is None:
         x, branch = run_kept_half(
             layer,

@@ -59,10 +59,8 @@ class Base(ABC):
         gives_rows: True if ``of_rows`` returns some of its rows, which multiply as the whole does.
         dense_stays: True if the dense values of a frozen weight are on the device of its products.
         packed_bytes: bytes per value of the packed or quantised forms on that device.
-        matrix: W if products read it as it is, ``[N, K]`` with dense rows; None in other formats.
     """
 
-    matrix: Tensor | None = None
     padded = False
     wants_amax = False
     bytes_for_host = 0

@@ -44,8 +44,6 @@ class Dense(Storage):
         written: record of the adapters that are in the padding now, kept by ``AdapterPadding``.
     """
 
-    matrix: Tensor
-
     gives_rows = True
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
