@@ -30,6 +30,7 @@ from chronicals.policies.fit import fit_settings
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "longest-documents.json"
+TRAINED = RESULTS.with_name("long-documents-h200.json")
 PAGE = ROOT / "docs" / "long-documents.md"
 
 GIB = 2**30
@@ -64,7 +65,7 @@ INTRODUCTION = """\
 
 `chronicals plan --preset long-context --gpu-memory 80 --model …` tells the longest document that fits a card, and the
 seconds of a step; `--output` writes its recipe, which `train` takes. These are its answers for the shapes of Llama 3,
-QLoRA of rank 32 on all linear layers, one document a step. They are plans: {measured}.
+QLoRA of rank 32 on all linear layers, one document a step. They are plans; what was trained stands below.
 
 A step's time is mostly attention, whose work grows with the square of the length; it is told at the rates of {cards}. In host
 memory are inputs of layers, optimizer states, and the embedding and the head: a host that has less holds fewer of them, and
@@ -75,9 +76,15 @@ card. Unsloth's lengths are those that it publishes.
 |---|---|---|---|---|---|---|---|---|
 """
 
-NOT_MEASURED = (
-    "none of these rows was trained yet (`benchmarks/long_documents.py OUT.json --caps 24`)"
-)
+MEASURED = """
+Trained on an H200 whose allocator was capped, an 8B with random weights (`benchmarks/long_documents.py OUT.json --caps
+24`). Where not all 32 layers were there, the cap is lower by what is always held of the others. A step's floor is its
+products and its attention, each timed by itself. Seconds are those of the fastest step behind the first; where one step
+alone was run they are left out.
+
+| card | tokens | of Unsloth's | layers | peak | planned | s a step | of the floor |
+|---|---|---|---|---|---|---|---|
+"""
 
 END = """
 This page is written by `python benchmarks/longest_table.py`, from `benchmarks/results/longest-documents.json` ({date}).
@@ -122,10 +129,16 @@ def planned(size: str, card: int) -> dict[str, Any]:
 def page(rows: list[dict[str, Any]]) -> str:
     """Return the page."""
     cards = ", ".join(dict.fromkeys(RATES[row["card"]] for row in rows))
-    text = laid_out(INTRODUCTION.format(cards=cards, measured=NOT_MEASURED))
-    lines = [line_of(row) for row in rows]
     date = max(row["date"] for row in rows)
-    return text.rstrip("\n") + "\n" + "\n".join(lines) + "\n" + laid_out(END.format(date=date))
+    trained = [row for row in json.loads(TRAINED.read_text())["caps"] if row["arm"] == "ours"]
+    parts = [
+        laid_out(INTRODUCTION.format(cards=cards)).rstrip("\n"),
+        *[line_of(row) for row in rows],
+        laid_out(MEASURED).rstrip("\n"),
+        *[trained_line(row) for row in trained],
+        laid_out(END.format(date=date)).rstrip("\n"),
+    ]
+    return "\n".join(parts) + "\n"
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -141,6 +154,22 @@ def line_of(row: dict[str, Any]) -> str:
         f"{start} | {row['longest']:,} | {published:,} | {row['longest'] / published:.1f}x "
         f"| {row['seconds']:,.0f} | {row['held'] / GIB:.1f} GiB | {row['host'] / GIB:.0f} GiB "
         f"| {', '.join(fields)} |"
+    )
+
+
+def trained_line(row: dict[str, Any]) -> str:
+    """Return a row of the table of what was trained."""
+    # a cap that was lowered by hand for fewer layers stands for the card above it
+    card = min(size for name, size in PUBLISHED if name == "8B" and size >= row["cap"])
+    published = PUBLISHED["8B", card]
+    off = row["planned_gib"] / row["peak_gib"] - 1
+    timed = row["steps"] > 1
+    seconds = f"{row['seconds']:,.1f}" if timed else ""
+    share = f"{row['floor_seconds'] / row['seconds']:.2f}" if timed else ""
+    return (
+        f"| {card} GB | {row['length']:,} | {row['length'] / published:.1f}x "
+        f"| {row['ran_layers']} of 32 | {row['peak_gib']:.2f} GiB "
+        f"| {row['planned_gib']:.2f} GiB ({off:+.1%}) | {seconds} | {share} |"
     )
 
 
