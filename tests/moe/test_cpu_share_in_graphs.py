@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from test_expert_offload import EACH, EXPERTS, FORMATS, SIZES, build, layers_of, slot_bytes
+from test_expert_prediction import AtOnce
 
 import chronicals
 from chronicals.kernels import cuda_graphs
@@ -18,14 +19,6 @@ from chronicals.moe.offload.looks import CpuLook
 from chronicals.moe.offload.module import streamed_experts_of
 from chronicals.patching.patch import patch_parts
 from interpreted import kernels_run, only_interpreted
-
-
-class AtOnce:
-    """A capture in which what the host does around a launch is done where the cut is."""
-
-    def cut(self, decide, behind):
-        decide()
-        behind()
 
 
 @pytest.fixture
@@ -155,6 +148,7 @@ def test_rows_that_were_replaced_once_are_not_again(odd_by_cpu):
     asked = streamed.offload.engine.to_be_read(0, first.bounds, x)
     look = CpuLook(source, asked, first, x, Gate())
     look.bring()
+    look.send()
     assert look.replacement.is_replaced.tolist() == [
         True,
         False,
@@ -164,6 +158,7 @@ def test_rows_that_were_replaced_once_are_not_again(odd_by_cpu):
     for step, marks in ((chosen([4, 6], [4, 6]), []), (chosen([7, 4], [7, 5]), [1, 2, 3])):
         look.read[:], look._order[:] = step.bounds, step.order_S
         look.bring()
+        look.send()
         assert look.replacement.is_replaced.nonzero()[:, 0].tolist() == marks
     rows = HostShare(source, [5, 7]).outputs(x[[1, 0, 1]], [1, 2], Gate())
     assert torch.equal(look.outputs[1:], rows)

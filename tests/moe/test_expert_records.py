@@ -451,7 +451,7 @@ def test_copies_end_with_their_chunk(monkeypatch):
     assert [memory.chunk_ends(first, 4) for first in (0, 1, 2)] == [{2}, {1}, {0, 3}]
     memory.close()
     streamed = offloaded(slots=8)
-    ends = [rows.ends for rows in streamed.offload.engine._records]
+    ends = [rows.ends for rows in streamed.offload.engine.residents._records]
     assert (
         ends
         == [streamed.offload.engine.slab.chunk_ends(first, 8) for first in (0, 8)]

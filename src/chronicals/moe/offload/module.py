@@ -104,7 +104,8 @@ class LayerSource:
             look = HostLook(engine, layer, asked)
         else:
             look = CpuLook(self, asked, to, x, gate)
-        cut_capture(look.bring, behind=look.fetch_ahead)
+        cut_capture(look.bring, behind=look.note)
+        look.send()
         memory = engine.memory_of(layer, Places.on_device(look.slots))
         whole = Wave(0, self.records.count, *self.weights_in(memory))
         return GraphWave(whole, look.replacement)
