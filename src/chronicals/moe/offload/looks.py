@@ -1,4 +1,4 @@
-"""What the host does between two graphs of a decode step whose experts are streamed.
+"""Work of the host between two graphs of a decode step whose experts are streamed.
 
 A capture is cut where a layer's router has chosen. The graph before the cut copies to the host what it
 has to know; the host waits for it, brings the chosen experts into slots, and the next graph begins

@@ -1,4 +1,4 @@
-"""Which expert is in which slot, as the host knows it."""
+"""The slots of experts, as the host knows them."""
 
 from __future__ import annotations
 
