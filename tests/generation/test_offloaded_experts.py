@@ -166,7 +166,7 @@ def test_steps_as_graphs_are_cut_where_the_host_looks(name, predictor):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cpus_share_of_steps_as_graphs(name, monkeypatch):
     """The tokens and probabilities of the same division without graphs: odd experts by the CPU."""
-    monkeypatch.setattr(CpuShare, "of_missing", lambda _, missing: [e for e in missing if e % 2])
+    monkeypatch.setattr(CpuShare, "of_missing", lambda *given: [e for e in given[-1] if e % 2])
     model = MODELS[name]()
     requests = requests_of((3, 11))
     found = []

@@ -337,7 +337,7 @@ class ExpertEngine:
     def _divided(self, layer: int, missing: Sequence[int]) -> list[int]:
         """Return those of the missing experts of a layer that the CPU computes."""
         assert self.cpu is not None
-        share = self.cpu.of_missing(missing)
+        share = self.cpu.of_missing(layer, missing)
         for expert in share:
             self.residents.check_record(layer, expert)
         return share
