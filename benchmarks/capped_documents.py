@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,6 @@ from step_profile import words_of_profile
 from chronicals.bound_process import BoundProcess
 
 ARMS = ("ours", "unsloth", "unsloth-tiled")
-
-CUDNN = "cudnn"
-"""Value of ``--attention`` for torch's own attention by cuDNN's kernel, one document after the other."""
 
 WARM_UP_LENGTH = 8192
 WARM_UP_LAYERS = 2
@@ -65,7 +62,7 @@ class Row:
         length: tokens of the document; 0 for the longest.
         step_seconds: longest step, by plan, that runs with all layers.
         budget: seconds that the row may take.
-        attention: backend of ours, ``CUDNN``, or empty for the one that a run takes by itself.
+        attention: backend of ours, or empty for the one that a run takes by itself.
         profiles: one more step is traced.
     """
 
@@ -245,31 +242,32 @@ def attending_by(name: str) -> Iterator[None]:
     """Context in which attention runs by a backend, where it can.
 
     Args:
-        name: of ``attention.BACKENDS``, or ``CUDNN``; empty for the usual choice.
+        name: of ``attention.BACKENDS``; empty for the usual choice.
 
     Raises:
         RuntimeError: at its end, another one ran.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     from chronicals.attention import backends
+    from chronicals.attention.support import LONG_DOCUMENT
 
     if not name:
         yield
         return
-    first = "per-document" if name == CUDNN else name
     usual = backends.order
     backends.logged_choices.clear()
-    backends.order = lambda needs: (first, *usual(needs))
-    kernels = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == CUDNN else nullcontext()
+    backends.order = lambda needs: (name, *usual(needs))
     try:
-        with kernels:
-            yield
+        yield
     finally:
         backends.order = usual
-    # proofs on small models are in other dtypes
-    ran = {chosen for chosen, needs, _ in backends.logged_choices if "float16" in needs}
-    if ran != {first}:
+    # proofs are of short documents, on small models in other dtypes
+    long = ("float16", LONG_DOCUMENT)
+    ran = {
+        chosen
+        for chosen, needs, _ in backends.logged_choices
+        if all(word in needs for word in long)
+    }
+    if ran != {name}:
         found = ", ".join(sorted(ran)) or "none in 16 bits"
         raise RuntimeError(f"--attention {name}: attention ran by {found}")
 

@@ -314,7 +314,8 @@ def line_of(name: str, row: dict[str, Any]) -> str:
         else:
             parts.append(
                 f"{arm} {found['tokens/s of 48 layers']:.1f} tokens/s of 48 layers, "
-                f"{found['missing'] / found['chosen']:.1%} missing{recall_words(found)}, "
+                f"{found['missing'] / found['chosen']:.1%} missing{recall_words(found)}"
+                f"{share_words(found)}, "
                 f"{same_words(found)}, with forced routes {same_words(found['forced'])}"
             )
     if "equal" in row:
@@ -324,6 +325,17 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     if not arms:
         parts.append(f"{row.get('offloaded', row.get('seconds')):.4f} s, {same_words(row)}")
     return f"{name}: " + "; ".join(parts)
+
+
+def share_words(found: dict[str, Any]) -> str:
+    """Return the share of the missing experts that the CPU computed; nothing without one."""
+    took = found.get("seconds of an expert")
+    if took is None:
+        return ""
+    return (
+        f", {found['by cpu'] / found['missing']:.0%} of them by the CPU ({1e3 * took['cpu']:.3f} ms "
+        f"an expert, the bus {1e3 * took['bus']:.3f})"
+    )
 
 
 def recall_words(found: dict[str, Any]) -> str:

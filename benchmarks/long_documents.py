@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from capped_documents import ARMS, CUDNN, run_rows
+from capped_documents import ARMS, run_rows
 
 from chronicals import ChronicalsConfig, ChronicalsTrainer
 from chronicals.attention import BACKENDS
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="trace one more step of each row")
     parser.add_argument(
         "--attention",
-        choices=["", *BACKENDS, CUDNN],
+        choices=["", *BACKENDS],
         default="",
         help="backend of our rows with a cap; what a run takes by default",
     )

@@ -30,8 +30,9 @@ def on_card(backend, always=False):
     return pytest.param(backend, marks=marks)
 
 
-FUSED = [on_card(name) for name in BACKENDS if name != "per-document"]
-ALWAYS = [on_card(name, always=True) for name in BACKENDS if name != "per-document"]
+OF_PACKS = [name for name in BACKENDS if name not in ("per-document", "cudnn")]
+FUSED = [on_card(name) for name in OF_PACKS]
+ALWAYS = [on_card(name, always=True) for name in OF_PACKS]
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +277,7 @@ def card(monkeypatch, let_return):
     return pretend
 
 
-WITHOUT_PACKAGES = ("flash", "flex", "per-document")
+WITHOUT_PACKAGES = ("cudnn", "flash", "flex", "per-document")
 NEEDS = [
     ((9, 0), BF16, {}, "flash-attn-4", "flash"),
     ((9, 0), FP16, {"head_dim": 64, "window": True}, "flash-attn-4", "flash"),

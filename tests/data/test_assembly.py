@@ -44,7 +44,8 @@ def reference(store, packs, width, most_documents):
             positions += range(length)
             bounds.append(len(ids))
     share = -(-len(packs) * (most_documents + WIDTH_BUCKETS) // ENTRY_SHARES)
-    bounds += [len(ids)] * (-(len(bounds) - 1) % share)
+    if len(bounds) > 2:  # one document that is all of a micro-batch has no more bounds
+        bounds += [len(ids)] * (-(len(bounds) - 1) % share)
     return ids, targets, positions, bounds, bucket, sum(target != IGNORED for target in targets)
 
 
@@ -126,6 +127,14 @@ def test_filler_costs_attention_little_beside_the_document_before_it(tmp_path, l
     lengths = batch.cu_seqlens.diff().tolist()
     assert lengths[0] == length and sum(lengths) == 1024
     assert sum(x * x for x in lengths[1:]) <= 0.25 * length * length
+
+
+def test_one_document_that_is_a_whole_batch_has_its_own_bounds_alone(tmp_path):
+    """By which attention knows it."""
+    store = build_store([{"input_ids": list(range(64))}], Tokenizer(tiny.tokenizer()), 64, tmp_path)
+    config = ChronicalsConfig(max_seq_length=64, batch_size=1, gradient_accumulation_steps=1)
+    (batch,) = BatchStream(store, config, FILLER, epochs=1)
+    assert batch.cu_seqlens.tolist() == [0, 64]
 
 
 def test_a_trained_token_may_have_any_id(tmp_path):

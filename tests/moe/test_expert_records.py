@@ -14,12 +14,11 @@ import chronicals
 import families
 from chronicals.models.four_bits import quantise_experts
 from chronicals.moe.offload import copies, engine, layers, slab
-from chronicals.moe.offload.cpu_share import CpuShare
+from chronicals.moe.offload.cpu_share import CpuShare, HostShare
 from chronicals.moe.offload.errors import ExpertRecordError
 from chronicals.moe.offload.events import EventLog, LayerCounts
 from chronicals.moe.offload.eviction import ByTrace, LeastFrequentlyUsed, LeastRecentlyUsed
 from chronicals.moe.offload.layers import LayerRecords, slot_bytes_of
-from chronicals.moe.offload.module import HostShare
 from chronicals.moe.offload.slab import HostSlab, filling
 from chronicals.patching.patch import patch_parts
 from chronicals.quantization.expert_records import PlainRecords, RecordLayout
@@ -452,7 +451,7 @@ def test_copies_end_with_their_chunk(monkeypatch):
     assert [memory.chunk_ends(first, 4) for first in (0, 1, 2)] == [{2}, {1}, {0, 3}]
     memory.close()
     streamed = offloaded(slots=8)
-    ends = [rows.ends for rows in streamed.offload.engine._records]
+    ends = [rows.ends for rows in streamed.offload.engine.residents._records]
     assert (
         ends
         == [streamed.offload.engine.slab.chunk_ends(first, 8) for first in (0, 8)]

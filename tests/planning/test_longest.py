@@ -96,3 +96,17 @@ def test_the_command_plans_it_and_writes_it(folder, tmp_path):
 def test_a_length_that_was_given_stays(folder):
     plan = json.loads(planned(folder, "--max-seq-length", "2048", "--json"))[0]
     assert plan["tokens"] == 4 * 2048
+
+
+@pytest.mark.parametrize(
+    "fields, backend",
+    [
+        ({}, "flash"),
+        ({"use_flash_attention": False}, ""),
+        ({"mixed_precision": "fp32"}, "per-document"),
+    ],
+    ids=str,
+)
+def test_a_plan_counts_on_the_attention_that_torch_has(folder, fields, backend):
+    """So that it knows whether layers can keep what attention gives."""
+    assert planned_facts(recipe(folder, use_lora=True, **fields), GIGA, 1).backend == backend

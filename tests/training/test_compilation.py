@@ -1,10 +1,14 @@
 """Kernels compiled beside each other before the first step: the run that follows is the same."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import runs
 import tiny
+from chronicals.batch import Batch
 from chronicals.kernels.launch import compiling_only
 from chronicals.kernels.rmsnorm import fused_rmsnorm
 from chronicals.models import present
@@ -94,6 +98,22 @@ def test_nothing_is_compiled_where_it_is_of_no_use(tmp_path, changes):
     """On a CPU never, whatever is asked for."""
     presented = present(tiny.llama())
     assert not compilation.compiles_beforehand(runs.config(tmp_path, **changes), presented, False)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_long_pass_is_not_run_for_it(monkeypatch, more):
+    """Attention and products would run, which take longer than kernels one after the other."""
+    ran = []
+    monkeypatch.setattr(compilation, "MOST_TOKENS", 5)
+    monkeypatch.setattr(compilation, "compiling_only", nullcontext)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
+    monkeypatch.setattr(compilation, "micro_step", lambda *given: ran.append(given))
+    model = tiny.llama()
+    ids = torch.ones(5 + more, dtype=torch.int64)
+    batch = Batch(ids, ids, ids, torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+    precision = SimpleNamespace(device=torch.device("cpu"))
+    compilation.compile_micro_step(present(model), None, batch, {}, precision)
+    assert len(ran) == 1 - more
 
 
 @pytest.mark.gpu

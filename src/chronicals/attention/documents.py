@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.attention.backends import BACKENDS, choose_backend
+from chronicals.attention.backends.cudnn import is_long_document
 from chronicals.attention.support import Mask, Spans
 from chronicals.batch import SharedKeys
 
@@ -88,6 +89,7 @@ def document_attention(
         backend,
         flash,
         not spans.are_equal,
+        not is_long_document(q_QHD, spans),
     )
     chosen = BACKENDS[name]
     support = chosen.support(q_QHD.device.type)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
+LONG_DOCUMENT = "one long document"
+"""What ``Needs`` say of themselves where there is no pack of several or short documents."""
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -35,6 +38,11 @@ class Spans:
         """True if queries and keys are the same tokens."""
         # By identity; comparing values would make the host wait for a card.
         return self.cu_k is self.cu_q
+
+    @property
+    def are_one_document(self) -> bool:
+        """True if all tokens are of one document; packs of more have more bounds."""
+        return self.are_equal and len(self.cu_q) == 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Needs:
         window, softcap, sinks: whether the mask has them.
         trains: whether gradients will be computed.
         spans: whether queries and keys have different bounds.
+        packs: whether there may be several documents, or one that is not long.
+        deterministic: whether sums must have a fixed order.
     """
 
     device: str
@@ -81,9 +91,13 @@ class Needs:
     sinks: bool = False
     trains: bool = True
     spans: bool = False
+    packs: bool = True
+    deterministic: bool = False
 
     def __str__(self) -> str:
         mask = [name for name in ("window", "softcap", "sinks", "spans") if getattr(self, name)]
+        if not self.packs:
+            mask.append(LONG_DOCUMENT)
         return ", ".join(
             [str(self.dtype).removeprefix("torch."), f"head_dim {self.head_dim}", *mask]
         )
@@ -100,6 +114,8 @@ class Support:
         multiple: heads are padded with zeros to a multiple of this width.
         window, softcap, sinks: whether masks with them are supported.
         spans: whether queries and keys may have different bounds.
+        packs: whether there may be several documents; else only a long one.
+        deterministic: whether the backward pass can sum in a fixed order.
         forward_only: whether gradients are not supported.
     """
 
@@ -110,6 +126,8 @@ class Support:
     softcap: bool = True
     sinks: bool = True
     spans: bool = True
+    packs: bool = True
+    deterministic: bool = True
     forward_only: bool = False
 
 
@@ -150,6 +168,10 @@ class Backend:
             "softcap": needs.softcap and not support.softcap,
             "sinks": needs.sinks and not support.sinks,
             "cu_seqlens_k": needs.spans and not support.spans,
+            "packs of several or short documents": needs.packs and not support.packs,
+            "torch.use_deterministic_algorithms(True)": needs.trains
+            and needs.deterministic
+            and not support.deterministic,
             "requires_grad=True": needs.trains and support.forward_only,
         }
         for what, is_lacking in lacking.items():

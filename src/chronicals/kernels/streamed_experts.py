@@ -62,6 +62,34 @@ class Wave(NamedTuple):
     down: ExpertWeights
 
 
+class Replacement(NamedTuple):
+    """Outputs of the CPU in the place of those of a wave's products.
+
+    Attributes:
+        is_replaced: bool ``[S]``, the pairs whose rows are replaced.
+        outputs: ``[S, D]``, the rows that replace them; any values for the other pairs.
+    """
+
+    is_replaced: Tensor
+    outputs: Tensor
+
+    def put_into(self, z: Tensor) -> Tensor:
+        """Return ``z`` ``[S, D]`` with the rows replaced."""
+        return torch.where(self.is_replaced[:, None], self.outputs, z)
+
+
+class GraphWave(NamedTuple):
+    """All experts in one wave, whose products a graph runs.
+
+    Attributes:
+        whole: the experts.
+        by_cpu: outputs of those that the CPU computes when the graph runs; None if it never does.
+    """
+
+    whole: Wave
+    by_cpu: Replacement | None
+
+
 class HostExperts(Protocol):
     """Experts whose weights the CPU reads in its own memory."""
 
@@ -93,11 +121,16 @@ class ExpertSource(Protocol):
         ``x`` ``[T, D]`` is the input of the experts.
         """
 
-    def in_graph(self, bounds: Tensor, x: Tensor) -> Wave | None:
+    def in_graph(self, to: Dispatch, x: Tensor, gate: Gate | None) -> GraphWave | None:
         """Return all experts as one wave if the pass is being captured as graphs, else None.
 
-        Arguments are those of ``look``. The capture is cut here: each replay lets the host bring the
-        experts with rows into slots, whose numbers the wave's products read on the device.
+        The capture is cut here: each replay lets the host bring the experts with rows into slots,
+        whose numbers the wave's products read on the device.
+
+        Args:
+            to: the dispatch of all pairs.
+            x: ``[T, D]``, the input of the experts.
+            gate: the gated unit, if the CPU may compute some experts; None if it may not.
         """
 
     def on_host(self, bounds: Sequence[int], tokens: int) -> HostExperts | None:
@@ -260,10 +293,13 @@ class _StreamedExperts(torch.autograd.Function):
         in_fp8 = source.in_fp8 and not are_few_tokens(x, to)
         of_x = _quantised(x, in_fp8)
         dense = not in_fp8 or a2 is not None
-        whole = None if keeps else source.in_graph(to.bounds, x)
-        if whole is not None:
-            everything = _Rows.of_all(whole, to, *adapters)
+        has_adapters = a1 is not None or a2 is not None
+        captured = None if keeps else source.in_graph(to, x, None if has_adapters else gate)
+        if captured is not None:
+            everything = _Rows.of_all(captured.whole, to, *adapters)
             z = everything.outputs(of_x, gate, dense, in_fp8, x.dtype)[2]
+            if captured.by_cpu is not None:
+                z = captured.by_cpu.put_into(z)
             return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
         bounds = source.look(to.bounds, x)
         pairs = len(to.order_S)
@@ -271,7 +307,7 @@ class _StreamedExperts(torch.autograd.Function):
         thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
         z = x.new_empty(pairs, width)
         host_rows = None
-        if not keeps and a1 is None and a2 is None:
+        if not keeps and not has_adapters:
             on_host = source.on_host(bounds, to.tokens)
             # Before the waves: this copy to the host waits for all that was launched.
             host_rows = None if on_host is None else _HostRows.of(x, on_host, to, bounds)

@@ -14,7 +14,7 @@ from chronicals.memory import card_memory
 from chronicals.objectives import build_objective
 from chronicals.planning.planned_models import planned_model
 from chronicals.policies import Facts
-from chronicals.policies.facts import fillable
+from chronicals.policies.facts import expected_backend, fillable
 from chronicals.policies.fit import GIGA, can_fit, what_would_do
 from chronicals.policies.frozen_models import planned_frozen
 from chronicals.policies.sharding import choose_sharding, smallest_card
@@ -85,6 +85,7 @@ def planned_facts(recipe: Recipe, total: int, ranks: int) -> Facts:
         planned_model(recipe, config),
         ranks,
         config.context_parallel,
+        backend=expected_backend(config, ""),
         here=ranks,
         total=total,
         frozen_models=planned_frozen(build_objective(config), config),

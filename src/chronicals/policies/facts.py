@@ -21,6 +21,9 @@ from chronicals.policies.frozen_models import Held
 DIVIDE_WEIGHTS = "weights"
 """Value of ``sharding`` where weights are divided."""
 
+TORCH_FLASH = "flash"
+"""Attention backend that needs no package beside torch."""
+
 GATHERED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Dtype in which trained weights are gathered, by ``mixed_precision``; autocast casts to fp16."""
 
@@ -189,9 +192,12 @@ def expected_backend(config: ChronicalsConfig, usual: str) -> str:
 
     Args:
         config: of the run.
-        usual: backend of runs in 16 bits on that card; empty if it is not known.
+        usual: backend of runs in 16 bits on that card; empty if it is not known, which then is the
+            one that torch has.
     """
-    return EXACT_ORDER[0] if config.mixed_precision == "fp32" else usual
+    if config.mixed_precision == "fp32":
+        return EXACT_ORDER[0]
+    return usual or (TORCH_FLASH if config.use_flash_attention else "")
 
 
 def fillable(size: int, config: ChronicalsConfig) -> int:

@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
+from chronicals.attention.backends.cudnn import CUDNN
 from chronicals.attention.backends.flash import FLASH_ATTENTION_2
 from chronicals.attention.backends.flash_attn_4 import FLASH_ATTENTION_4
 from chronicals.attention.backends.per_document import PER_DOCUMENT
@@ -35,19 +36,21 @@ FLEX_ATTENTION = Backend(
 
 BACKENDS: dict[str, Backend] = {
     "flash-attn-4": FLASH_ATTENTION_4,
+    "cudnn": CUDNN,
     "flash": FLASH_ATTENTION_2,
     "flex": FLEX_ATTENTION,
     "per-document": PER_DOCUMENT,
 }
 
-FLASH = ("flash-attn-4", "flash")
+FLASH = ("flash-attn-4", "cudnn", "flash")
 """FlashAttention backends, which never hold a score matrix and need no torch.compile."""
 
 # Measured on an H200 at head widths 64 and 128 with documents of 512 to 8192 tokens: flash-attn-4
 # is faster than flash everywhere. Above 128 nothing was measured; the longest proven comes first.
+# cuDNN takes single documents of 16,384 tokens and more, where it is faster than flash.
 FASTEST_ORDERS: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
     (9, 0): {
-        128: ("flash-attn-4", "flash", "flex", "per-document"),
+        128: ("flash-attn-4", "cudnn", "flash", "flex", "per-document"),
         256: ("flash", "flash-attn-4", "flex", "per-document"),
     },
 }
@@ -85,6 +88,7 @@ def choose_backend(
     backend: str | None = None,
     flash: bool = True,
     spans: bool = False,
+    packs: bool = True,
 ) -> str:
     """Return the name of the backend to use; each new choice is logged once.
 
@@ -99,12 +103,25 @@ def choose_backend(
         backend: a name from ``BACKENDS`` that must be used; None to choose.
         flash: if False, none of ``FLASH`` is chosen.
         spans: whether queries and keys have different bounds.
+        packs: whether there may be several documents, or one that is not long.
 
     Raises:
         ValueError: ``backend`` is unknown, or cannot do what is needed.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    needs = Needs(device.type, capability, dtype, head_dim, window, softcap, sinks, trains, spans)
+    needs = Needs(
+        device.type,
+        capability,
+        dtype,
+        head_dim,
+        window,
+        softcap,
+        sinks,
+        trains,
+        spans,
+        packs,
+        torch.are_deterministic_algorithms_enabled(),
+    )
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}, or None"

@@ -70,7 +70,8 @@ class StepSizes(NamedTuple):
         batches: micro-batches of a rank in a step.
         packs: packs in a micro-batch.
         width: tokens in a pack.
-        share: entries of the bounds come in multiples of this, ``ENTRY_SHARES`` of them at most.
+        share: entries of the bounds come in multiples of this, ``ENTRY_SHARES`` of them at most; a
+            single one is alone.
         filler: the token that filler documents are made of.
     """
 
@@ -181,7 +182,8 @@ def _assemble_batch(
             at += length
             entries += 1
             bounds[entries] = at
-    used = -(-entries // sizes.share) * sizes.share
+    # One document that is all of a micro-batch is told by its bounds: attention has kernels for it.
+    used = entries if entries == 1 else -(-entries // sizes.share) * sizes.share
     bounds[entries + 1 : used + 1] = columns.shape[1]
     facts[MAX_SEQLEN_FACT] = max_seqlen
     facts[ENTRIES_FACT] = used

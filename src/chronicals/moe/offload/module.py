@@ -15,10 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.cuda_graphs import cut_capture, is_capture_under_way
+from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.kernels.expert_glu import Gate
 from chronicals.kernels.fused_experts import ExpertWeights
-from chronicals.kernels.streamed_experts import Adapter, Wave, streamed_experts
-from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.kernels.streamed_experts import (
+    Adapter,
+    GraphWave,
+    Wave,
+    streamed_experts,
+)
+from chronicals.moe.offload.cpu_share import HostShare
+from chronicals.moe.offload.engine import ExpertEngine, with_rows
+from chronicals.moe.offload.looks import CpuLook, HostLook
 from chronicals.quantization import PackedExperts, class_module
 from chronicals.quantization.expert_records import InMemory, Places
 from chronicals.quantization.packed_linear import PackedModule
@@ -85,16 +93,22 @@ class LayerSource:
         self._check(x)
         return self.engine.begin_layer(self.layer, bounds, x)
 
-    def in_graph(self, bounds: Tensor, x: Tensor) -> Wave | None:
+    def in_graph(self, to: Dispatch, x: Tensor, gate: Gate | None) -> GraphWave | None:
         """Return all experts in one wave if the pass is being captured, and cut the capture."""
         if not is_capture_under_way():
             return None
         self._check(x)
-        asked = self.engine.to_be_read(self.layer, bounds, x)
-        look = HostLook(self.engine, self.layer, asked)
-        cut_capture(look.bring, behind=look.fetch_ahead)
-        memory = self.engine.memory_of(self.layer, Places.on_device(look.slots))
-        return Wave(0, self.records.count, *self.weights_in(memory))
+        engine, layer = self.engine, self.layer
+        asked = engine.to_be_read(layer, to.bounds, x)
+        if gate is None or not engine.has_cpu_share(to.tokens):
+            look = HostLook(engine, layer, asked)
+        else:
+            look = CpuLook(self, asked, to, x, gate)
+        cut_capture(look.bring, behind=look.note)
+        look.send()
+        memory = engine.memory_of(layer, Places.on_device(look.slots))
+        whole = Wave(0, self.records.count, *self.weights_in(memory))
+        return GraphWave(whole, look.replacement)
 
     def _check(self, x: Tensor) -> None:
         """Raise an error if experts cannot be multiplied by ``x``."""
@@ -113,7 +127,9 @@ class LayerSource:
 
     def on_host(self, bounds: Sequence[int], tokens: int) -> HostShare | None:
         """Return the experts that the CPU computes, if there are any."""
-        experts = self.engine.share_with_cpu(self.layer, bounds, tokens)
+        if not self.engine.has_cpu_share(tokens):
+            return None
+        experts = self.engine.share_with_cpu(self.layer, with_rows(bounds))
         return HostShare(self, experts) if experts else None
 
     def waves(self, bounds: Sequence[int], backward: bool = False) -> Iterator[Wave]:
@@ -132,69 +148,6 @@ class LayerSource:
                 weights = weights._replace(bias=bias.views["values"])
             found.append(weights)
         return found[0], found[1]
-
-
-class HostLook:
-    """Pinned memory that the host reads and writes between two graphs of a step.
-
-    It is made while the step is captured; the copy to the host is part of the graph before it.
-
-    Args:
-        engine: the engine.
-        layer: number of the layer.
-        asked: what the host has to know, int32.
-
-    Attributes:
-        read: what was asked, on the host, once the graph before has run.
-        slots: int32 ``[E]`` on the device, the slot of each expert, when the products run.
-    """
-
-    def __init__(self, engine: ExpertEngine, layer: int, asked: Tensor):
-        self.engine = engine
-        self.layer = layer
-        self._stream = engine.current_stream
-        on_card = asked.device.type == "cuda"
-        count = engine.layers[layer].count
-        received = torch.empty(asked.shape, dtype=torch.int32, pin_memory=on_card)
-        received.copy_(asked, non_blocking=True)
-        self.read = received.numpy()
-        self._sent = torch.full((count,), -1, dtype=torch.int32, pin_memory=on_card)
-        self._numbers = self._sent.numpy()
-        self.slots = torch.empty(count, dtype=torch.int32, device=asked.device)
-        self._chosen: list[int] = []
-
-    def bring(self) -> None:
-        """Wait for what the host has to know, and bring the experts of the layer into slots.
-
-        Slots of experts without rows stay those of earlier steps; nothing reads them.
-        """
-        self._stream.synchronize()
-        self._chosen = self.engine.bring(self.layer, self.read, self._numbers, self._stream)
-        self.slots.copy_(self._sent, non_blocking=True)
-
-    def fetch_ahead(self) -> None:
-        """Ask for the experts that are expected in the next layer, once the products are launched."""
-        self.engine.fetch_ahead(self.layer, self._chosen, self.read, self._stream)
-
-
-class HostShare:
-    """Experts of a layer that the CPU computes; ``HostExperts`` of ``kernels/streamed_experts.py``.
-
-    Args:
-        source: the layer's experts.
-        experts: their numbers, in their order.
-    """
-
-    def __init__(self, source: LayerSource, experts: list[int]):
-        self.source = source
-        self.experts = experts
-
-    def outputs(self, x: Tensor, counts: Sequence[int], gate: Gate) -> Tensor:
-        """Return the outputs of rows that are sorted by expert."""
-        cpu = self.source.engine.cpu
-        assert cpu is not None
-        with cpu.computing(len(self.experts)):
-            return cpu.products.outputs(self.source, self.experts, x, counts, gate)
 
 
 @dataclass(frozen=True)

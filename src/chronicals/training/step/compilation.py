@@ -17,6 +17,13 @@ from chronicals.patching.fused_weights import row_norms
 from chronicals.training.step.optimizer import Precision
 from chronicals.training.step.training_step import micro_step
 
+MOST_TOKENS = 1 << 15
+"""Tokens of a micro-batch up to which its kernels are compiled beforehand.
+
+Attention and products run all the same, on host memory of their own where activations go there; over
+more tokens that takes longer than kernels that are compiled one after the other, some five seconds.
+"""
+
 
 def compiles_beforehand(
     config: ChronicalsConfig, model: PresentedModel, updates_in_backward: bool
@@ -50,9 +57,13 @@ def compile_micro_step(
 ) -> None:
     """Compile the Triton kernels of a forward and backward pass in parallel, without running them.
 
+    Nothing is done for more than ``MOST_TOKENS`` tokens.
+
     The computed values are meaningless: gradients and norms of rows are discarded, and the state of
     the random number generator is restored.
     """
+    if len(batch) > MOST_TOKENS:
+        return
     with torch.random.fork_rng([precision.device]), compiling_only():
         micro_step(model, objective, batch.to(precision.device), counts, precision)
     model.model.zero_grad(set_to_none=True)
