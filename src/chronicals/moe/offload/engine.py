@@ -427,7 +427,7 @@ class ExpertEngine:
             held = self.residents.table.of_layer(layer, chosen)
         self._copies.wait_for(held, stream)
         self._note_wait(layer, began, stream)
-        any_slot = max(0, *held)  # for rows of the CPU's experts, which are replaced
+        any_slot = max([0, *held])  # for rows of the CPU's experts, which are replaced
         for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
             slots[expert] = any_slot if slot == ABSENT else slot
         return Brought(chosen, missing, by_cpu, loaded)
