@@ -74,6 +74,10 @@ class RecordedGraph:
             step()
 
 
+_ALL_GRAPHS = []
+"""So that their memory stays: a test that fails is reported with tensors over it."""
+
+
 class Recorder:
     """In place of ``cuda_graphs.Recorder``; nothing that is captured changes a gradient."""
 
@@ -89,6 +93,7 @@ class Recorder:
         with self.unchanged(), capture_under_way(graph), _Recording(graph.steps):
             result = run()
         self.graphs.append(graph)
+        _ALL_GRAPHS.append((graph, result))
         return graph, result
 
     @contextmanager
