@@ -24,7 +24,7 @@ from interpreted import kernels_run, only_interpreted
 @pytest.fixture
 def odd_by_cpu(monkeypatch):
     """The CPU computes experts of odd numbers: they never come into slots, whatever was before."""
-    monkeypatch.setattr(CpuShare, "of_missing", lambda _, missing: [e for e in missing if e % 2])
+    monkeypatch.setattr(CpuShare, "of_missing", lambda *given: [e for e in given[-1] if e % 2])
 
 
 def numerical(model, slots):
@@ -80,6 +80,7 @@ def are_equal(found, others):
     return all(torch.equal(one, other) for one, other in zip(found, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_the_bits_of_the_same_division_without_graphs(name, odd_by_cpu, monkeypatch):
     """Also with biases and another gated unit."""
@@ -209,7 +210,7 @@ def test_the_longer_part_is_as_short_as_it_can_be():
             share.bus_seconds, share.cpu_seconds = bus, cpu
             for count in range(1, 9):
                 longest = [max(n * cpu, (count - n) * bus) for n in range(count + 1)]
-                taken = len(share.of_missing(range(count)))
+                taken = len(share.of_missing(0, range(count)))
                 assert longest[taken] == min(longest)
 
 
@@ -218,8 +219,19 @@ def test_neither_is_left_without_an_expert_for_ever(bus, monkeypatch):
     monkeypatch.setattr(cpu_share, "DIVISIONS_A_TRIAL", 3)
     share = CpuShare(1)
     share.bus_seconds, share.cpu_seconds = bus, 1000.0 / bus
-    taken = [share.of_missing([7, 8]) for _ in range(6)]
+    taken = [share.of_missing(0, [7, 8]) for _ in range(6)]
     usual = [] if bus == 1.0 else [7, 8]
-    of_trial = [8]
-    assert taken == [usual, usual, of_trial] * 2
-    assert share.of_missing([]) == []
+    assert [len(experts) for experts in taken] == [len(usual), len(usual), 1] * 2
+    assert taken[0] == taken[1] == usual
+    assert share.of_missing(0, []) == []
+
+
+def test_what_the_cpu_computed_before_is_copied():
+    """So that what tokens choose again gets a slot, whatever its number and whatever else is missing."""
+    share = CpuShare(1)
+    share.bus_seconds = share.cpu_seconds = 1.0
+    assert share.of_missing(0, [1, 2, 6, 7]) == [6, 7]
+    assert share.of_missing(1, [1, 2, 6, 7]) == [6, 7]  # another layer's
+    assert share.of_missing(0, [1, 3, 6, 7]) == [1, 3]
+    assert share.of_missing(0, [4, 5]) == [5]
+    assert share.of_missing(0, [1, 5, 6]) == [6]

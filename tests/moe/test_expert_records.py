@@ -572,8 +572,8 @@ def test_each_copy_is_timed_once():
 def test_bus_and_cpu_end_together():
     share = CpuShare(1 << 20)
     share.bus_seconds, share.cpu_seconds = 2.0, 6.0
-    assert share.of_missing([3, 4, 9, 11]) == [11] and share.of_missing([]) == []
+    assert share.of_missing(0, [3, 4, 9, 11]) == [11] and share.of_missing(0, []) == []
     share.bus_seconds = 6.0
-    assert share.of_missing([3, 4, 9, 11]) == [9, 11]
+    assert share.of_missing(1, [3, 4, 9, 11]) == [9, 11]
     share.copy_took(11.0)
     assert share.bus_seconds == 7.0

@@ -337,7 +337,7 @@ class ExpertEngine:
     def _divided(self, layer: int, missing: Sequence[int]) -> list[int]:
         """Return those of the missing experts of a layer that the CPU computes."""
         assert self.cpu is not None
-        share = self.cpu.of_missing(missing)
+        share = self.cpu.of_missing(layer, missing)
         for expert in share:
             self.residents.check_record(layer, expert)
         return share
@@ -374,6 +374,15 @@ class ExpertEngine:
                 in_place = form.tokens_in_place(views[name])
                 most = most if in_place is None else min(most, in_place)
         return most
+
+    def is_one_wave(self, layer: int, tokens: int) -> bool:
+        """Return whether all experts of a pass are in slots at once, where products read them."""
+        records = self.layers[layer]
+        if min(tokens * records.each, records.count) > self.slots:
+            return False
+        views = self._views[layer]
+        limits = [form.tokens_in_place(views[name]) for name, form in records.formats.items()]
+        return all(most is None or tokens <= most for most in limits)
 
     @property
     def current_stream(self) -> Any:
@@ -418,7 +427,7 @@ class ExpertEngine:
             held = self.residents.table.of_layer(layer, chosen)
         self._copies.wait_for(held, stream)
         self._note_wait(layer, began, stream)
-        any_slot = max(0, *held)  # for rows of the CPU's experts, which are replaced
+        any_slot = max([0, *held])  # for rows of the CPU's experts, which are replaced
         for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
             slots[expert] = any_slot if slot == ABSENT else slot
         return Brought(chosen, missing, by_cpu, loaded)
