@@ -273,6 +273,18 @@ def test_a_capture_is_cut_with_both():
     streamed.offload.close()
 
 
+def test_many_tokens_that_are_captured_have_their_experts_in_waves():
+    """Where not all that they may choose have slots at once."""
+    for slots, tokens, is_one in ((6, 3, True), (6, 4, False), (EXPERTS, 4, True)):
+        streamed = offloaded(build("Qwen3Moe"), slots)
+        module = next(module for _, module in streamed_experts_of(streamed))
+        to = dispatch_to_experts(torch.tensor([[3, 5]] * tokens), EXPERTS)
+        x = torch.randn(tokens, module.source.sizes[1])
+        with cuda_graphs.capture_under_way(AtOnce()):
+            assert (module.source.in_graph(to, x, None) is not None) == is_one
+        streamed.offload.close()
+
+
 @pytest.mark.parametrize("predictor", [None, "last"])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_what_is_noted_behind_the_launch_is_noted_as_without_graphs(policy, predictor):

@@ -375,6 +375,15 @@ class ExpertEngine:
                 most = most if in_place is None else min(most, in_place)
         return most
 
+    def is_one_wave(self, layer: int, tokens: int) -> bool:
+        """Return whether all experts of a pass are in slots at once, where products read them."""
+        records = self.layers[layer]
+        if min(tokens * records.each, records.count) > self.slots:
+            return False
+        views = self._views[layer]
+        limits = [form.tokens_in_place(views[name]) for name, form in records.formats.items()]
+        return all(most is None or tokens <= most for most in limits)
+
     @property
     def current_stream(self) -> Any:
         """The current stream of the device, as ``bring`` takes it."""
