@@ -139,7 +139,7 @@ def test_splits_and_sinks(splits, sinks, device):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", ["plain", "softcap", "window", "sinks"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompts_that_sequences_share(shape, options, device):
