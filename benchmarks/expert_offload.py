@@ -113,8 +113,8 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
     """Return the row of training steps of so many documents, frozen experts streamed.
 
     Attention's backward pass sums in any order unless it is told otherwise, so whether both arms give
-    the same bits is seen over steps of their own, with deterministic algorithms and without graphs,
-    which streamed experts do not have; beside them are steps of the resident arm as graphs.
+    the same bits is seen over steps of their own, with deterministic algorithms, without graphs and
+    as graphs; those that are timed are graphs.
     """
     bus = bus_rate(sizes.record)
     memory = {"resident": None, "offloaded": sizes.expert_memory(sizes.experts[0], sizes.layers)}
@@ -129,7 +129,9 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
             arm: steps_of(packs, quantised, few, sizes.layers, experts, eager)
             for arm, experts in memory.items()
         }
-        compared["resident as graphs"] = steps_of(packs, quantised, few, sizes.layers, None)
+        for arm, experts in memory.items():
+            as_graphs = steps_of(packs, quantised, few, sizes.layers, experts)
+            compared[f"{arm} as graphs"] = as_graphs
     ours = arms["offloaded"]
     copies = ours["bytes"] / bus
     return {
@@ -142,8 +144,9 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
         },
         "tokens": packs * sizes.width,
         "equal": all(
-            compared["resident"][name] == compared["offloaded"][name]
+            compared[f"resident{how}"][name] == compared[f"offloaded{how}"][name]
             for name in ("norms", "weights")
+            for how in ("", " as graphs")
         ),
         "share": max(arms["resident"]["seconds"], copies) / ours["seconds"],
         "of resident": arms["resident"]["seconds"] / ours["seconds"],
@@ -314,7 +317,8 @@ def line_of(name: str, row: dict[str, Any]) -> str:
         else:
             parts.append(
                 f"{arm} {found['tokens/s of 48 layers']:.1f} tokens/s of 48 layers, "
-                f"{found['missing'] / found['chosen']:.1%} missing{recall_words(found)}, "
+                f"{found['missing'] / found['chosen']:.1%} missing{recall_words(found)}"
+                f"{share_words(found)}, "
                 f"{same_words(found)}, with forced routes {same_words(found['forced'])}"
             )
     if "equal" in row:
@@ -324,6 +328,17 @@ def line_of(name: str, row: dict[str, Any]) -> str:
     if not arms:
         parts.append(f"{row.get('offloaded', row.get('seconds')):.4f} s, {same_words(row)}")
     return f"{name}: " + "; ".join(parts)
+
+
+def share_words(found: dict[str, Any]) -> str:
+    """Return the share of the missing experts that the CPU computed; nothing without one."""
+    took = found.get("seconds of an expert")
+    if took is None:
+        return ""
+    return (
+        f", {found['by cpu'] / found['missing']:.0%} of them by the CPU ({1e3 * took['cpu']:.3f} ms "
+        f"an expert, the bus {1e3 * took['bus']:.3f})"
+    )
 
 
 def recall_words(found: dict[str, Any]) -> str:

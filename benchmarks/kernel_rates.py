@@ -1246,12 +1246,13 @@ def attention_over_pages():
 
 
 def attention_of_decode_steps():
-    """``decode_attention`` of 24 layers of a 0.5B for 1, 8 and 64 sequences of 512 keys, beside
-    rotation, pages and attention apart, both as graphs. The error is that of one layer.
+    """``decode_attention`` of 24 layers of a 0.5B for 1, 8 and 64 sequences of 512 keys, and for 512 of
+    which eight each share half of them, beside rotation, pages and attention apart, both as graphs.
+    The error is that of one layer.
     """
     heads, key_heads, width, size, length = 14, 2, 64, 16, 512
     columns = length // size
-    for rows in (1, 8, 64):
+    for rows, members in ((1, 1), (8, 1), (64, 1), (512, 8)):
         caches = [random(2, rows * columns, size, key_heads, width) for _ in range(24)]
         angles = 6 * torch.rand(rows, width // 2, device="cuda").repeat(1, 2)
         qkv = random(rows, (heads + 2 * key_heads) * width)
@@ -1259,22 +1260,41 @@ def attention_of_decode_steps():
         table = torch.randperm(rows * columns, device="cuda").view(rows, columns)
         lengths = torch.full((rows,), length, device="cuda")
         places = table[:, -1] * size + size - 1
+        options = {"scale": width**-0.5, "shared": None}
+        moved = sum(cache.nbytes for cache in caches)
+        name = f"{rows} x {length}"
+        if members > 1:
+            half = columns // 2
+            table[:, :half] = table[::members, :half].repeat_interleave(members, 0)
+            teams = torch.arange(rows, dtype=torch.int32, device="cuda").view(-1, members)
+            counts = torch.full_like(teams.flatten(), length // 2)
+            options["shared"] = SharedPages(teams, counts[: len(teams)], counts)
+            moved = moved * (members + 1) // (2 * members)
+            name += f", half of them shared by {members}"
 
         def fused(
-            new: UnrotatedHeads = new, caches=caches, at=(places, table, lengths), count: int = 24
+            new: UnrotatedHeads = new,
+            caches=caches,
+            at=(places, table, lengths),
+            options=options,
+            count: int = 24,
         ) -> Tensor:
             for k, v in caches[:count]:
-                out = decode_attention(new, k, v, *at, scale=width**-0.5)
+                out = decode_attention(new, k, v, *at, **options)
             return out
 
         def apart(
-            new: UnrotatedHeads = new, caches=caches, at=(places, table, lengths), count: int = 24
+            new: UnrotatedHeads = new,
+            caches=caches,
+            at=(places, table, lengths),
+            options=options,
+            count: int = 24,
         ) -> Tensor:
             for cache in caches[:count]:
                 k, v = cache.to(new.qkv_NX.dtype)
                 q, k_new, v_new = fused_qkv_rope(new.qkv_NX, new.cos_NW, new.sin_NW, new.counts)
                 write_pages(k_new, v_new, k, v, at[0])
-                out = paged_attention(q, k, v, *at[1:], scale=width**-0.5)
+                out = paged_attention(q, k, v, *at[1:], **options)
             return out
 
         # rotation apart overwrites the product
@@ -1285,9 +1305,9 @@ def attention_of_decode_steps():
         exact = apart(copies[torch.float64], count=1)
         error = relative(fused(count=1), exact), relative(apart(copies[qkv.dtype], count=1), exact)
         yield Row(
-            f"decode_attention, layers of a 0.5B, {rows} x {length}",
+            f"decode_attention, layers of a 0.5B, {name}",
             {"ours": Captured(fused), "apart": Captured(apart)},
-            bytes=sum(cache.nbytes for cache in caches),
+            bytes=moved,
             error=error,
         )
 

@@ -178,11 +178,13 @@ def offloaded_decoding(
     forced.begin_anew()
     of_forced = compared(resident["forced logits"], logits_of(model))
     came = step["used"] + step["missing"]
+    cpu = model.offload.engine.cpu
     found = {
         **step,
         **same,
         "forced": {**of_forced, "equal tokens of graphs": step["tokens"] == resident["tokens"]},
         "recall": step["used"] / came if prediction is not None else None,
+        "seconds of an expert": cpu and {"bus": cpu.bus_seconds, "cpu": cpu.cpu_seconds},
         "slot bytes": model.offload.report().slot_bytes,
         "tokens/s of 48 layers": of_whole(step["seconds"], resident["head"], sizes.layers),
     }

@@ -158,7 +158,8 @@ def offloaded(model: Any, sizes: Sizes, **options: Any) -> Any:
 def chosen_by(model: Any) -> dict[str, int]:
     """Return chosen experts, missing and prefetched ones and copied bytes of an offloaded model.
 
-    ``used`` are those that were prefetched and then chosen, so ``used + missing`` had to come.
+    ``used`` are those that were prefetched and then chosen, so ``used + missing`` had to come; the
+    CPU computed ``by cpu`` of the missing ones.
     """
     if not hasattr(model, "offload"):
         return {}
@@ -166,6 +167,7 @@ def chosen_by(model: Any) -> dict[str, int]:
     return {
         "chosen": report.hits + report.misses,
         "missing": report.misses,
+        "by cpu": sum(layer.by_cpu for layer in report.layers),
         "prefetched": sum(layer.prefetched for layer in report.layers),
         "used": sum(layer.used for layer in report.layers),
         "bytes": report.bytes,

@@ -7,7 +7,11 @@ import re
 import sys
 import tempfile
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 from planting import plant
 
@@ -21,6 +25,16 @@ def mutant(module: types.ModuleType, old: str, new: str, within: str = "") -> ty
     ``old`` must occur once in the module, or in its definition ``within``: see ``planting``.
     """
     return _copy(plant(inspect.getsource(module), {"in": within, "old": old, "new": new}))
+
+
+@contextmanager
+def memory_without_numbers() -> Iterator[None]:
+    """Within: what is allocated and not written is NaN, not what happened to be there."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def importing(

@@ -149,7 +149,8 @@ def test_a_row_of_tiny_sizes(script, name, tmp_path, monkeypatch):
         assert exact["forced"]["equal bits"] and exact["forced"]["equal tokens of graphs"]
         assert 0 < exact["missing"] < exact["chosen"] and exact["bytes"] > 0
         predicted = name != "decode-50"
-        assert (exact["used"] > 0) == predicted == (exact["recall"] is not None)
+        # Without a forced prediction a few experts are those of the step before, by chance.
+        assert predicted == (exact["recall"] is not None) and (exact["used"] > 0 or not predicted)
     elif name == "prompt":
         assert row["equal bits"] and row["bytes"] > 0
     elif name == "whole":

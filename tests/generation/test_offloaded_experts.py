@@ -12,7 +12,7 @@ import families
 from chronicals.generation.engine import Engine
 from chronicals.generation.requests import Request
 from chronicals.generation.sampling import Sampling
-from chronicals.kernels.cuda_graphs import capture_under_way
+from chronicals.kernels.cuda_graphs import Recorder, capture_under_way
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 from chronicals.moe.offload.cpu_share import CpuShare
 from chronicals.moe.offload.prediction import Predictor
@@ -166,7 +166,7 @@ def test_steps_as_graphs_are_cut_where_the_host_looks(name, predictor):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_cpus_share_of_steps_as_graphs(name, monkeypatch):
     """The tokens and probabilities of the same division without graphs: odd experts by the CPU."""
-    monkeypatch.setattr(CpuShare, "of_missing", lambda _, missing: [e for e in missing if e % 2])
+    monkeypatch.setattr(CpuShare, "of_missing", lambda *given: [e for e in given[-1] if e % 2])
     model = MODELS[name]()
     requests = requests_of((3, 11))
     found = []
@@ -181,6 +181,34 @@ def test_the_cpus_share_of_steps_as_graphs(name, monkeypatch):
         report = streamed.offload.report()
         by_cpu = sum(layer.by_cpu for layer in report.layers)
         assert report.misses > by_cpu > NEW
+        streamed.offload.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["exact", "numerical"])
+def test_graphs_of_a_card_give_what_its_eager_steps_give(mode, monkeypatch):
+    """Which wait for copies, for the CPU's rows and for the numbers of slots that a graph sends."""
+    monkeypatch.setattr(CpuShare, "of_missing", lambda *given: [e for e in given[-1] if e % 2])
+    sizes = {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 64}
+    model = families.routed("Qwen3Moe", **sizes).bfloat16()
+    requests = requests_of((3, 11))
+    device = torch.device("cuda", 0)
+    found = []
+    for captures in (False, True):
+        given = {"ram": "1GiB", "device": device, "predictor": None, "mode": mode}
+        streamed = chronicals.offload(
+            copy.deepcopy(model), vram=SLOTS * 3 * 64 * 64 * 2 + 4096, **given
+        )
+        patch_parts(streamed)
+        recorder = Recorder(device)
+        engine = Engine(streamed, None, recorder)
+        engine._graphs.given_up = not captures
+        found.append([answer for [answer] in engine.generate(requests)])
+        assert engine._graphs.given_up is not captures
+        report = streamed.offload.report()
+        assert report.slots == SLOTS and report.misses > 0
+        assert (sum(layer.by_cpu for layer in report.layers) > NEW) == (mode == "numerical")
         streamed.offload.close()
     assert found[0] == found[1]
 

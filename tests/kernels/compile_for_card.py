@@ -199,8 +199,9 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def attention_of_decode_steps() -> None:
-    """Heads of a 0.5B, an 8B and a Gemma, with norms and without, for one sequence and 64."""
+    """Heads of a 0.5B, an 8B and a Gemma, normed or not, for one sequence and 64, alone and in teams."""
     from chronicals.kernels.decode_attention import UnrotatedHeads, decode_attention
+    from chronicals.kernels.paged_attention import SharedPages
 
     for heads, key_heads, width in ((14, 2, 64), (32, 8, 128), (8, 4, 256)):
         pages = torch.zeros(64, 16, key_heads, width, dtype=HALF)
@@ -212,7 +213,11 @@ def attention_of_decode_steps() -> None:
             table = torch.zeros(rows, 64, dtype=torch.int64)
             for of_norms in ((), (norms, 1e-6, 0.0)):
                 new = UnrotatedHeads(qkv, *tables, (heads, key_heads), *of_norms)
-                decode_attention(new, pages, pages, numbers, table, numbers, scale=1.0, window=512)
+                memory = pages, pages, numbers, table, numbers
+                decode_attention(new, *memory, scale=1.0, window=512)
+                teams = torch.zeros(rows, 2, dtype=torch.int32)
+                shared = SharedPages(teams, teams[:, 0], teams[:, 1])
+                decode_attention(new, *memory, scale=1.0, shared=shared)
 
 
 def experts(rank: int) -> None:

@@ -1,7 +1,5 @@
 """Attention over pages: the reference against attention over documents, the kernel against it."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -19,7 +17,7 @@ from chronicals.kernels.paged_attention import (
 )
 from comparison import assert_as_exact_as_plain
 from families import distance
-from mutants import mutant
+from mutants import memory_without_numbers, mutant
 
 PAGE = 4
 LENGTHS = (1, 4, 7, 13)
@@ -396,16 +394,6 @@ def test_a_wrong_kernel_of_shared_keys_is_found(old, new, device, splits):
     splits(2, of=wrong)
     with pytest.raises(AssertionError), memory_without_numbers():
         sharing((4, 2, 16, 16), torch.bfloat16, device, {}, of=wrong)
-
-
-@contextmanager
-def memory_without_numbers():
-    """Within: what is allocated and not written is NaN, not what happened to be there."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- tokens

@@ -1,13 +1,18 @@
 """Streamed experts beside those that are all there: results and gradients to the bit."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from chronicals.kernels import streamed_experts as module
+from chronicals.kernels.cuda_graphs import capture_under_way
 from chronicals.kernels.expert_glu import Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.streamed_experts import Adapter, Wave
 from mutants import mutant
+from recorded_graphs import Recorder
 
 TOKENS, EACH, EXPERTS, WIDTH, INNER, RANK = 23, 2, 7, 24, 10, 3
 
@@ -17,6 +22,7 @@ class Divided:
 
     sizes = EXPERTS, WIDTH, INNER
     in_fp8 = False
+    has_output_bias = True
 
     def __init__(self, first, second, ends):
         self.first, self.second, self.ends = first, second, ends
@@ -26,7 +32,7 @@ class Divided:
         assert x.shape == (TOKENS, WIDTH)
         return bounds.tolist()
 
-    def in_graph(self, bounds, x):
+    def in_graph(self, to, x, gate):
         return None
 
     def on_host(self, bounds, tokens):
@@ -120,18 +126,113 @@ def test_shapes_that_do_not_fit(device):
         by(module, Divided(*weights, ()), experts, leaves)
 
 
+class WavesAtReplay(Divided):
+    """Waves that end elsewhere each time the host looks."""
+
+    def __init__(self, first, second):
+        super().__init__(first, second, ())
+
+    def look(self, bounds, x):
+        turn = sum(not backward for backward in self.passes)
+        self.ends = [(3,), (1, 4), (), (2, 3, 6)][turn % 4]
+        return super().look(bounds, x)
+
+
+def replayed(of, source, experts, leaves, others):
+    """Results of a captured pass for other tokens, in the memory of the capture."""
+    recorder = Recorder([])
+    graph, results = recorder.capture(
+        lambda: with_gradients(by(of, source, experts, leaves), leaves)
+    )
+    assert recorder.cuts == 2 and source.passes == []
+    for other_experts, other_leaves in others:
+        with torch.no_grad():
+            experts.copy_(other_experts)
+            for leaf, other in zip(leaves, other_leaves):
+                leaf.copy_(other)
+        graph.replay()
+        yield [result.clone() for result in results]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
+def test_a_captured_pass_looks_at_each_replay():
+    """In other waves, for other choices and values, in the memory of the capture."""
+    device = torch.device("cpu")
+    experts, weights, leaves = case(device)
+    generator = torch.Generator().manual_seed(5)
+    others = []
+    for _ in range(3):
+        drawn = torch.rand(TOKENS, EXPERTS, generator=generator).topk(EACH).indices
+        others.append((drawn, [torch.randn(p.shape, generator=generator) for p in leaves]))
+    source = WavesAtReplay(*weights)
+    given = zip(others, replayed(module, source, experts, leaves, others), strict=True)
+    for (chosen, values), got in given:
+        inputs = [value.requires_grad_() for value in values]
+        expected = with_gradients(resident(chosen, weights, inputs), inputs)
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one, other)
+    assert source.passes == [False, True] * 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
+def test_a_captured_pass_without_gradients_looks_too():
+    """Of more tokens than have their experts in one wave."""
+    experts, weights, leaves = case(torch.device("cpu"))
+    source = WavesAtReplay(*weights)
+    recorder = Recorder([])
+    with torch.no_grad():
+        graph, y = recorder.capture(lambda: by(module, source, experts, leaves))
+        for _ in range(2):
+            experts.copy_((experts + 1) % EXPERTS)
+            graph.replay()
+            assert torch.equal(y, resident(experts, weights, leaves))
+    assert recorder.cuts == 1 and source.passes == [False, False]
+
+
+def test_what_is_captured_keeps_no_memory(device, monkeypatch):
+    """Between the graphs the host knows only where it lies; later layers use it again."""
+    experts, weights, leaves = case(device)
+    made = []
+    usual = torch.Tensor.new_empty
+
+    def noted(self, *sizes, **named):
+        found = usual(self, *sizes, **named)
+        made.append(weakref.ref(found))
+        return found
+
+    decisions = []
+
+    class Capture:
+        def cut(self, decide, behind):
+            decisions.append(decide)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", noted)
+    with capture_under_way(Capture()):
+        results = with_gradients(by(module, Divided(*weights, ()), experts, leaves), leaves)
+    del results
+    gc.collect()
+    assert len(decisions) == 2 and len(made) > 4
+    assert not [there for there in made if there() is not None]
+
+
 MUTATIONS = {
-    "outputs at the first places": ("z[rows.at]", "z[: rows.at.stop - rows.at.start]"),
+    "outputs at the first places": (
+        "outputs.z[rows.at]",
+        "outputs.z[: rows.at.stop - rows.at.start]",
+    ),
     "adapters of the first experts": (
         "within = slice(wave.first, wave.end)",
         "within = slice(0, wave.end - wave.first)",
     ),
     "shares in the order of pairs": ("shares.reshape(-1)[to.order_S]", "shares.reshape(-1)"),
-    "gradients of shares in the order of places": ("d_shares_S[to.places_S]", "d_shares_S"),
+    "gradients of shares in the order of places": (
+        "gradients.shares_S[to.places_S]",
+        "gradients.shares_S",
+    ),
     "no biases in the gradient of shares": ("bias is not None", "False"),
     "gradients of the first adapter at the first experts": (
-        'gradients["u1"][rows.within]',
-        'gradients["u1"][: rows.to.experts]',
+        "gradients.u1[rows.within]",
+        "gradients.u1[: rows.to.experts]",
     ),
 }
 

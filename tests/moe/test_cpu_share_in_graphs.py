@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from test_expert_offload import EACH, EXPERTS, FORMATS, SIZES, build, layers_of, slot_bytes
+from test_expert_prediction import AtOnce
 
 import chronicals
 from chronicals.kernels import cuda_graphs
@@ -20,18 +21,10 @@ from chronicals.patching.patch import patch_parts
 from interpreted import kernels_run, only_interpreted
 
 
-class AtOnce:
-    """A capture in which what the host does around a launch is done where the cut is."""
-
-    def cut(self, decide, behind):
-        decide()
-        behind()
-
-
 @pytest.fixture
 def odd_by_cpu(monkeypatch):
     """The CPU computes experts of odd numbers: they never come into slots, whatever was before."""
-    monkeypatch.setattr(CpuShare, "of_missing", lambda _, missing: [e for e in missing if e % 2])
+    monkeypatch.setattr(CpuShare, "of_missing", lambda *given: [e for e in given[-1] if e % 2])
 
 
 def numerical(model, slots):
@@ -87,6 +80,7 @@ def are_equal(found, others):
     return all(torch.equal(one, other) for one, other in zip(found, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
 def test_the_bits_of_the_same_division_without_graphs(name, odd_by_cpu, monkeypatch):
     """Also with biases and another gated unit."""
@@ -155,6 +149,7 @@ def test_rows_that_were_replaced_once_are_not_again(odd_by_cpu):
     asked = streamed.offload.engine.to_be_read(0, first.bounds, x)
     look = CpuLook(source, asked, first, x, Gate())
     look.bring()
+    look.send()
     assert look.replacement.is_replaced.tolist() == [
         True,
         False,
@@ -164,6 +159,7 @@ def test_rows_that_were_replaced_once_are_not_again(odd_by_cpu):
     for step, marks in ((chosen([4, 6], [4, 6]), []), (chosen([7, 4], [7, 5]), [1, 2, 3])):
         look.read[:], look._order[:] = step.bounds, step.order_S
         look.bring()
+        look.send()
         assert look.replacement.is_replaced.nonzero()[:, 0].tolist() == marks
     rows = HostShare(source, [5, 7]).outputs(x[[1, 0, 1]], [1, 2], Gate())
     assert torch.equal(look.outputs[1:], rows)
@@ -214,7 +210,7 @@ def test_the_longer_part_is_as_short_as_it_can_be():
             share.bus_seconds, share.cpu_seconds = bus, cpu
             for count in range(1, 9):
                 longest = [max(n * cpu, (count - n) * bus) for n in range(count + 1)]
-                taken = len(share.of_missing(range(count)))
+                taken = len(share.of_missing(0, range(count)))
                 assert longest[taken] == min(longest)
 
 
@@ -223,8 +219,19 @@ def test_neither_is_left_without_an_expert_for_ever(bus, monkeypatch):
     monkeypatch.setattr(cpu_share, "DIVISIONS_A_TRIAL", 3)
     share = CpuShare(1)
     share.bus_seconds, share.cpu_seconds = bus, 1000.0 / bus
-    taken = [share.of_missing([7, 8]) for _ in range(6)]
+    taken = [share.of_missing(0, [7, 8]) for _ in range(6)]
     usual = [] if bus == 1.0 else [7, 8]
-    of_trial = [8]
-    assert taken == [usual, usual, of_trial] * 2
-    assert share.of_missing([]) == []
+    assert [len(experts) for experts in taken] == [len(usual), len(usual), 1] * 2
+    assert taken[0] == taken[1] == usual
+    assert share.of_missing(0, []) == []
+
+
+def test_what_the_cpu_computed_before_is_copied():
+    """So that what tokens choose again gets a slot, whatever its number and whatever else is missing."""
+    share = CpuShare(1)
+    share.bus_seconds = share.cpu_seconds = 1.0
+    assert share.of_missing(0, [1, 2, 6, 7]) == [6, 7]
+    assert share.of_missing(1, [1, 2, 6, 7]) == [6, 7]  # another layer's
+    assert share.of_missing(0, [1, 3, 6, 7]) == [1, 3]
+    assert share.of_missing(0, [4, 5]) == [5]
+    assert share.of_missing(0, [1, 5, 6]) == [6]

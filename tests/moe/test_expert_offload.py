@@ -11,6 +11,7 @@ import mixtures
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models.four_bits import quantise_experts
 from chronicals.moe.offload.prediction import Predictor
+from chronicals.moe.offload.slot_table import ABSENT
 from chronicals.patching.fp8_experts import IN_FP8
 from chronicals.patching.patch import patch_parts
 from chronicals.quantization import FP8Experts, PackedExperts
@@ -75,6 +76,16 @@ def offloaded(model, slots, **options):
     assert streamed.offload.engine.slots == slots
     patch_parts(streamed)
     return streamed
+
+
+def held_by(engine):
+    """The slots of the experts that are in one."""
+    return {
+        (layer, expert): slot
+        for layer, slots in enumerate(engine.residents.table.slots)
+        for expert, slot in enumerate(slots)
+        if slot != ABSENT
+    }
 
 
 def budgets(model):

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from test_expert_offload import EACH, EXPERTS, assert_same_bits, build, ids_of, offloaded, resident
+from test_expert_offload import (
+    EACH,
+    EXPERTS,
+    assert_same_bits,
+    build,
+    held_by,
+    ids_of,
+    offloaded,
+    resident,
+)
 
 from chronicals.kernels import cuda_graphs
 from chronicals.kernels.expert_dispatch import dispatch_to_experts
@@ -75,6 +84,14 @@ def test_no_bit_changes(name, slots, words):
     streamed.offload.close()
 
 
+class AtOnce:
+    """A capture in which what the host does around a launch is done where the cut is."""
+
+    def cut(self, decide, behind):
+        decide()
+        behind()
+
+
 def looks_of(slots, predictor, **options):
     """An offloaded model of two layers, and a look of each as between two graphs."""
     model = build("Qwen3Moe")
@@ -124,12 +141,14 @@ def test_products_wait_for_what_was_predicted_and_chosen(monkeypatch):
         choose(first, 0, 1)
         choose(second, 5, 7)
         first.bring()
-        first.fetch_ahead()
-        held = streamed.offload.engine._slot_of
+        first.note()
+        held = held_by(streamed.offload.engine)
         copied = {
             expert: streamed.offload.engine._copies._awaited[held[1, expert]] for expert in (5, 6)
         }
         second.bring()
+        second.send()
+        held = held_by(streamed.offload.engine)
         assert (second._stream.waited == [copied[5]]) == right
         assert second.slots[5] == held[1, 5] and second.slots[7] == held[1, 7]
         streamed.offload.close()
@@ -146,7 +165,7 @@ def test_experts_that_were_named_are_not_missing(words, missing):
         choose(second, *step)
         for look in (first, second):
             look.bring()
-            look.fetch_ahead()
+            look.note()
     *_, last = streamed.offload.report().layers
     assert last.misses == missing * len(steps) and last.used == (EACH - missing) * len(steps)
     assert (last.prefetched > last.used) == (missing > 0)
@@ -158,12 +177,12 @@ def test_demanded_copies_go_before_predicted_ones():
     of = streamed.offload.engine
     choose(first, 0, 1)
     first.bring()
-    assert set(of._slot_of) == {(0, 0), (0, 1)}
-    first.fetch_ahead()
-    assert set(of._slot_of) == {(0, 0), (0, 1), (1, 5), (1, 6)}
+    assert set(held_by(of)) == {(0, 0), (0, 1)}
+    first.note()
+    assert set(held_by(of)) == {(0, 0), (0, 1), (1, 5), (1, 6)}
     choose(second, 5, 2)
     second.bring()
-    second.fetch_ahead()  # no layer follows
+    second.note()  # no layer follows
     report = streamed.offload.report().layers
     assert [layer.misses for layer in report] == [2, 1]
     assert [(layer.prefetched, layer.used) for layer in report] == [(0, 0), (2, 1)]
@@ -178,7 +197,7 @@ def run_steps(looks, predictor):
             choose(look, 6, 7)
         for look in looks:
             look.bring()
-            look.fetch_ahead()
+            look.note()
             yield look.layer
 
 
@@ -198,7 +217,7 @@ def test_experts_whose_products_run_keep_their_slots():
     predictor = Named()
     streamed, looks = looks_of(5, predictor, policy="static", trace=trace)
     for layer in run_steps(looks, predictor):
-        assert {(layer, 6), (layer, 7)} <= set(streamed.offload.engine._slot_of)
+        assert {(layer, 6), (layer, 7)} <= set(held_by(streamed.offload.engine))
     assert streamed.offload.report().layers[1].prefetched > 0
     streamed.offload.close()
 
@@ -250,5 +269,59 @@ def test_a_capture_is_cut_with_both():
     with cuda_graphs.capture_under_way(Capture()):
         assert module.source.in_graph(to, x, None) is not None
     [(decide, behind)] = cuts
-    assert decide.__func__ is HostLook.bring and behind.__func__ is HostLook.fetch_ahead
+    assert decide.__func__ is HostLook.bring and behind.__func__ is HostLook.note
+    streamed.offload.close()
+
+
+def test_many_tokens_that_are_captured_have_their_experts_in_waves():
+    """Where not all that they may choose have slots at once."""
+    for slots, tokens, is_one in ((6, 3, True), (6, 4, False), (EXPERTS, 4, True)):
+        streamed = offloaded(build("Qwen3Moe"), slots)
+        module = next(module for _, module in streamed_experts_of(streamed))
+        to = dispatch_to_experts(torch.tensor([[3, 5]] * tokens), EXPERTS)
+        x = torch.randn(tokens, module.source.sizes[1])
+        with cuda_graphs.capture_under_way(AtOnce()):
+            assert (module.source.in_graph(to, x, None) is not None) == is_one
+        streamed.offload.close()
+
+
+@pytest.mark.parametrize("predictor", [None, "last"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_what_is_noted_behind_the_launch_is_noted_as_without_graphs(policy, predictor):
+    """Hits, misses, copies and who gives up a slot; of tokens whose experts are often missing."""
+    model = build("Qwen3Moe")
+    width = model.config.hidden_size
+    passes = [
+        (torch.randn(1, width), torch.rand(1, EXPERTS).topk(EACH).indices, torch.rand(1, EACH))
+        for _ in range(40)
+    ]
+    found = []
+    for in_graphs in (False, True):
+        streamed = offloaded(model, 6, policy=policy, predictor=predictor)
+        modules = [module for _, module in streamed_experts_of(streamed)]
+        with torch.no_grad():
+            for given in passes:
+                for module in modules:
+                    if in_graphs:
+                        with cuda_graphs.capture_under_way(AtOnce()):
+                            module(*given)
+                    else:
+                        module(*given)
+        found.append((streamed.offload.report().layers, held_by(streamed.offload.engine)))
+        streamed.offload.close()
+    assert found[0] == found[1]
+    assert all(layer.hits and layer.misses and layer.evictions for layer in found[0][0])
+
+
+def test_nothing_is_noted_before_the_launch():
+    """The device waits until then; experts have their slots, and no line or count is written."""
+    streamed, (first, _) = looks_of(8, Named(5, 6))
+    choose(first, 0, 1)
+    first.bring()
+    assert set(held_by(streamed.offload.engine)) == {(0, 0), (0, 1)}
+    report = streamed.offload.report()
+    assert (report.steps, report.misses, report.bytes) == (0, 0, 0)
+    first.note()
+    report = streamed.offload.report()
+    assert (report.steps, report.misses, report.layers[0].loads) == (1, 2, 2)
     streamed.offload.close()

@@ -451,7 +451,7 @@ def test_copies_end_with_their_chunk(monkeypatch):
     assert [memory.chunk_ends(first, 4) for first in (0, 1, 2)] == [{2}, {1}, {0, 3}]
     memory.close()
     streamed = offloaded(slots=8)
-    ends = [rows.ends for rows in streamed.offload.engine._records]
+    ends = [rows.ends for rows in streamed.offload.engine.residents._records]
     assert (
         ends
         == [streamed.offload.engine.slab.chunk_ends(first, 8) for first in (0, 8)]
@@ -572,8 +572,8 @@ def test_each_copy_is_timed_once():
 def test_bus_and_cpu_end_together():
     share = CpuShare(1 << 20)
     share.bus_seconds, share.cpu_seconds = 2.0, 6.0
-    assert share.of_missing([3, 4, 9, 11]) == [11] and share.of_missing([]) == []
+    assert share.of_missing(0, [3, 4, 9, 11]) == [11] and share.of_missing(0, []) == []
     share.bus_seconds = 6.0
-    assert share.of_missing([3, 4, 9, 11]) == [9, 11]
+    assert share.of_missing(1, [3, 4, 9, 11]) == [9, 11]
     share.copy_took(11.0)
     assert share.bus_seconds == 7.0

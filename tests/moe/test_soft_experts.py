@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from test_expert_offload import held_by
 
 import chronicals
 import families
@@ -183,7 +184,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     begun = []
     copies = engine._copies
 
-    def begin(loads, stream, in_pieces, waited):
+    def begin(loads, stream, in_pieces, *_):
         assert in_pieces, "a copy that something waits for"
         slots = [load.slot for load in loads]
         begun.extend(slots)
@@ -201,7 +202,7 @@ def test_no_product_waits_for_a_copy(monkeypatch):
     assert len(begun) == len(set(begun)) == MOST_COMING < 20  # none gives up its slot on the way
     assert all(found for _, found in missed)
     first = begun[:3]
-    held = {slot: expert for expert, slot in engine._slot_of.items()}
+    held = {slot: expert for expert, slot in held_by(engine).items()}
     for slot in first:
         layer, expert = held[slot]
         record = engine.slab.record(engine.layers[layer].first + expert)

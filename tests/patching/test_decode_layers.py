@@ -1,11 +1,15 @@
 """Layers of decode steps attend from their first product on, without kernels of rotation and pages."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import families
-from chronicals.generation import Engine, EngineSettings, Request
+from chronicals.generation import Engine, EngineSettings, Request, Sampling
+from chronicals.generation.sharing import PromptSharing
 from chronicals.kernels import decode_attention
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_parts
 from interpreted import counted_launches, kernels_run, only_interpreted
 
@@ -39,15 +43,17 @@ def fused(family, layers=1, **changes):
     return model
 
 
-def answers(model):
-    """Greedy tokens of unequal prompts, their log-probabilities, and launches of all kernels."""
+def answers(model, of_each=1):
+    """Drawn tokens of unequal prompts, their log-probabilities, and launches of all kernels."""
     torch.manual_seed(0)
     prompts = [torch.randint(1, families.VOCABULARY, (n,)).tolist() for n in LENGTHS]
+    asked = [
+        Request(prompt, NEW, Sampling(1.0, seed=3), of_each, number=n)
+        for n, prompt in enumerate(prompts)
+    ]
     with kernels_run(), counted_launches() as launches:
-        found = Engine(model, EngineSettings(slots=8)).generate(
-            [Request(prompt, NEW, number=n) for n, prompt in enumerate(prompts)]
-        )
-    answered = [one for (one,) in found]
+        found = Engine(model, EngineSettings(slots=8, page_size=4)).generate(asked)
+    answered = [one for group in found for one in group]
     values = torch.tensor([one.full_log_probabilities for one in answered])
     return [one.tokens for one in answered], values, launches
 
@@ -59,9 +65,38 @@ def answers(model):
 def test_a_step_attends_from_the_first_product(model, set_constants):
     family, changes = MODELS[model]
     model = fused(family, **changes)
-    tokens, values, launches = answers(model)
+    assert_attends_from_the_first_product(model, set_constants)
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_adapters_leave_room_behind_what_attention_gives(set_constants):
+    """For their own products, in columns behind each row."""
+    model = fused("llama", **WIDE)
+    apply_lora(model, LoRAConfig(rank=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
+    assert_attends_from_the_first_product(model, set_constants)
+
+
+@only_interpreted
+@pytest.mark.slow
+def test_a_prompt_that_answers_share_is_read_once(set_constants, monkeypatch):
+    """In the layer without a window; the other one, with a window, reads the keys of each answer."""
+    usual = PromptSharing.of
+    monkeypatch.setattr(PromptSharing, "of", lambda layers: replace(usual(layers), worth=1))
+    model = fused("gemma2", layers=2, head_dim=32)
+    launches = assert_attends_from_the_first_product(model, set_constants, of_each=2)
+    assert 2 * launches["_shared_keys_kernel"] == launches["_decode_attention_kernel"]
+
+
+def assert_attends_from_the_first_product(model, set_constants, of_each=1):
+    """Compare answers with those of kernels apart, and return the launches of kernels."""
+    tokens, values, launches = answers(model, of_each)
     set_constants(decode_attention, NARROWEST=1024)
-    expected, wanted, apart = answers(model)
+    expected, wanted, apart = answers(model, of_each)
     layers = apart["_paged_attention_kernel"]
     assert layers and layers % len(model.model.layers) == 0
     assert launches["_decode_attention_kernel"] == layers
@@ -71,3 +106,4 @@ def test_a_step_attends_from_the_first_product(model, set_constants):
     assert more["_qk_rope_kernel"] + more["_qk_norm_rope_forward_kernel"] == layers
     assert tokens == expected
     torch.testing.assert_close(values, wanted, atol=2e-5, rtol=0)
+    return launches

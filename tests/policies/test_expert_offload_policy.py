@@ -7,11 +7,16 @@ import re
 import pytest
 import torch
 
+import chronicals
 import families
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.patching.patch import patch_parts
+from chronicals.policies import Facts, decide
+from chronicals.policies.exclusions import conditions, why_excluded
+from chronicals.policies.needed_memory import expected_memory
+from chronicals.policies.solver import fit_to_memory, settle_sharding
 from chronicals.training import ChronicalsTrainer
 from chronicals.ui.expert_io import ExpertIO
 
@@ -33,7 +38,7 @@ def train(folder, given, **changes):
         "lora_target_modules": ["q_proj", "v_proj"],
         "lora_target_parameters": [*(f"mlp.experts.{name}" for name in EXPERTS), "mlp.gate.weight"],
         "max_steps": 3,
-        "use_cuda_graphs": False,  # streamed experts have none, and on a card sums differ by them
+        "use_cuda_graphs": False,  # on a card attention's gradients are summed in any order
     }
     patch_parts(given)
     runs.train(folder, model=given, **{**usual, **changes})
@@ -121,8 +126,6 @@ def test_the_fields_belong_together():
 
 
 def test_full_training_of_an_offloaded_model_is_refused(tmp_path):
-    import chronicals
-
     given = chronicals.offload(model(), vram="60KiB", ram="1GiB", device="cpu")
     with pytest.raises(ConfigurationError, match="chronicals.offload: the experts are in host"):
         runs.train(tmp_path, model=given, use_lora=False)
@@ -130,13 +133,54 @@ def test_full_training_of_an_offloaded_model_is_refused(tmp_path):
 
 
 def test_training_with_stand_ins_is_refused(tmp_path):
-    import chronicals
-
     given = model("Qwen2Moe")
     given = chronicals.offload(given, vram="90KiB", ram="1GiB", device="cpu", mode="soft")
     with pytest.raises(ConfigurationError, match="no gradients; offload the model with mode='exa"):
         runs.train(tmp_path, model=given, use_lora=True)
     given.offload.close()
+
+
+def why_no_graphs(given, *running, **fields):
+    """What excludes CUDA graphs beside policies that run; None if nothing does."""
+    usual = {"use_lora": True, "lora_dropout": 0.0}
+    facts = Facts(ChronicalsConfig(**{**usual, **fields}), given, total=10**12)
+    return why_excluded("use_cuda_graphs", conditions(facts) | {*running}, facts)
+
+
+EXPERTS_AWAY = {"memory": ["offload_experts"], **STREAMED}
+NOT_AS_GRAPHS = {
+    "random numbers": ((), {"lora_dropout": 0.1}, "draw other random numbers: set lora_dropout=0"),
+    "activations": (("activation_offload",), {}, "activations are copied to host memory"),
+    "weights": (("offload_frozen_weights",), {}, "weights are copied from host memory"),
+    "answers": ((), {"objective": "grpo"}, "objective='grpo' draws answers by graphs of its own"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AS_GRAPHS)
+def test_what_streamed_experts_as_graphs_do_not_run_with(name):
+    running, fields, words = NOT_AS_GRAPHS[name]
+    given = model()
+    assert why_no_graphs(given, *running, **fields) is None
+    assert words in why_no_graphs(given, *running, **EXPERTS_AWAY, **fields)
+
+
+def test_streamed_experts_run_as_graphs_unless_the_cpu_computes_some():
+    assert why_no_graphs(model(), **EXPERTS_AWAY) is None
+    for mode, words in (("exact", None), ("numerical", "the CPU computes a share of the experts")):
+        given = chronicals.offload(model(), vram="60KiB", ram="1GiB", device="cpu", mode=mode)
+        reason = why_no_graphs(given)
+        assert reason is None if words is None else words in reason
+        given.offload.close()
+
+
+def test_a_plan_counts_the_pool_of_graphs_with_streamed_experts():
+    with torch.device("meta"):
+        given = model()
+    config = ChronicalsConfig(use_lora=True, lora_dropout=0.0, **EXPERTS_AWAY)
+    facts = Facts(config, given, total=10**12)
+    assert decide(facts)["use_cuda_graphs"].runs
+    facts, sharding = settle_sharding(facts)
+    assert fit_to_memory(facts, sharding, expected_memory(facts)[1]).pool > 0
 
 
 @pytest.mark.slow
@@ -150,8 +194,6 @@ def test_merging_is_refused_and_says_what_to_do(tmp_path):
 
 def test_the_estimate_has_slots_in_the_place_of_experts(tmp_path):
     from chronicals.models import present
-    from chronicals.policies import Facts
-    from chronicals.policies.needed_memory import expected_memory
 
     given = model()
     config = runs.config(tmp_path, use_lora=True)
@@ -167,11 +209,9 @@ def test_the_estimate_has_slots_in_the_place_of_experts(tmp_path):
 
 def test_the_estimate_has_the_dequantised_values_of_a_wave(tmp_path, monkeypatch):
     """Of experts in NF4; those in 16 or 32 bits are read as they are."""
-    import chronicals
     from chronicals.models import present
     from chronicals.models.four_bits import quantise_experts
     from chronicals.moe.offload import layers
-    from chronicals.policies import Facts
     from chronicals.policies.expert_offload import OFFLOAD_EXPERTS
     from chronicals.policies.policy import MemoryLoad
 

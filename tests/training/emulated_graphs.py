@@ -78,7 +78,9 @@ class EmulatedStep(GraphedStep):
 
     last = None
 
-    def __init__(self, parts, weights, parameters, optimizer, with_update=True, exchange=None):
+    def __init__(
+        self, parts, weights, parameters, optimizer, with_update=True, exchange=None, cut=False
+    ):
         super().__init__(
             parts,
             weights,
@@ -87,5 +89,6 @@ class EmulatedStep(GraphedStep):
             Recorder(parameters, optimizer),
             with_update,
             exchange,
+            cut,
         )
         EmulatedStep.last = self

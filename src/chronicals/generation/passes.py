@@ -364,14 +364,11 @@ class DecodePass(PagedPass):
     ) -> Tensor | None:
         """Turn heads, write keys and values to pages, and attend, in one kernel.
 
-        None where prompts are shared, latents are stored, or another backend attends.
+        None where latents are stored, or another backend attends.
         """
         pages = self.layers[module]
-        shares = self.shared is not None and scores.window is None
         is_ours = self.backend in (None, "kernel")
-        if pages.is_latent or shares or not is_ours:
-            return None
-        if not takes_unrotated(new, pages.keys, pages.values):
+        if pages.is_latent or not is_ours or not takes_unrotated(new, pages.keys, pages.values):
             return None
         return decode_attention(
             new,
@@ -384,6 +381,7 @@ class DecodePass(PagedPass):
             scale=scores.scale,
             window=scores.window,
             softcap=scores.softcap,
+            shared=self.shared,
         )
 
 

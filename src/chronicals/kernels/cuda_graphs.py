@@ -7,6 +7,7 @@ after another and lets the host decide in between.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -64,6 +65,92 @@ def cut_capture(decide: Callable[[], None], behind: Callable[[], None] | None = 
     """
     assert _capture is not None
     _capture.cut(decide, behind)
+
+
+class Borrowed:
+    """The memory of a tensor, which it does not keep allocated.
+
+    What a graph computes is dropped while it is captured, and later parts of the graph use the memory
+    again; a reference would keep it for as long as the graph lives, for each layer anew. The memory
+    pool belongs to the graphs, so the address stays theirs. A tensor that exists where a capture is
+    cut has its values there at each replay: what was captured before has written them, and what
+    overwrites them was captured behind.
+
+    Args:
+        tensor: any dense or strided tensor.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._address = tensor.data_ptr()
+        self._shape = tensor.shape
+        self._strides = tensor.stride()
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        self._view: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """A tensor over the memory, made when it is first asked for, outside of captures."""
+        if self._view is None:
+            self._view = self._over_memory()
+        return self._view
+
+    def _over_memory(self) -> Tensor:
+        if 0 in self._shape:
+            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        last = sum((size - 1) * stride for size, stride in zip(self._shape, self._strides))
+        count = (last + 1) * self._dtype.itemsize
+        if self._device.type == "cuda":
+            memory = torch.as_tensor(_CudaBytes(self._address, count), device=self._device)
+        else:
+            held = (ctypes.c_uint8 * count).from_address(self._address)
+            memory = torch.frombuffer(held, dtype=torch.uint8)
+        return memory.view(self._dtype).as_strided(self._shape, self._strides)
+
+
+class _CudaBytes:
+    """Bytes on a card, as other libraries give them to torch (CUDA Array Interface, version 2)."""
+
+    def __init__(self, address: int, count: int):
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def run_on_host(run: Callable[..., None], *values: Any) -> None:
+    """Call ``run(*values)`` without gradients, now or at each replay.
+
+    While a function is captured, the capture is cut here. A replay calls ``run`` with tensors over
+    the same memory as those among ``values``; what it launches is queued between the two graphs.
+
+    Args:
+        run: reads and writes tensors; it may look at their values, and keeps none of them.
+        values: its arguments: tensors, tuples of them, or what is the same at each replay.
+    """
+    if not is_capture_under_way():
+        with torch.no_grad():
+            run(*values)
+        return
+    borrowed = _changed(values, Tensor, Borrowed)
+
+    @torch.no_grad()
+    def decide() -> None:
+        run(*_changed(borrowed, Borrowed, lambda one: one.tensor))
+
+    cut_capture(decide)
+
+
+def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return ``value``, or a tuple of values, with what is of a kind changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if not isinstance(value, tuple):
+        return value
+    parts = [_changed(part, kind, change) for part in value]
+    return value._make(parts) if hasattr(value, "_make") else tuple(parts)
 
 
 class _CudaCapture:

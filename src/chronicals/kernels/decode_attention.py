@@ -7,7 +7,8 @@
 Of few sequences each of these would take as long as a kernel's launch: rotation, pages and attention
 were three kernels. A program of ``paged_attention`` turns the queries that it reads itself, and the one
 whose keys include the new token adds it from registers and writes it to its page. Keys are taken in
-the tiles and the order of ``paged_attention``.
+the tiles and the order of ``paged_attention``. Where sequences share the keys of a prompt, q' is
+written, too, for the kernel that reads these keys once for all of them.
 
 Rounded where the separate kernels round: q', k', and the weights of v. Shapes: N sequences, H query heads,
 K key heads, W width of a head, P pages of S tokens, L pages in a row of the block table. qkv is
@@ -35,9 +36,13 @@ from chronicals.kernels.launch import (
 )
 from chronicals.kernels.logit_rows import shaped
 from chronicals.kernels.paged_attention import (
+    SharedPages,
+    attend_shared,
     launch_of,
+    mark_unshared,
     merge_splits,
     paged_attention_reference,
+    shared_launch_of,
     write_pages_reference,
 )
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
@@ -112,9 +117,12 @@ def _decode_attention_kernel(
     places_ptr,
     table_ptr,
     lengths_ptr,
-    # written: outputs of each split, and their log-sum-exp
+    # read: number of keys that each sequence shares
+    starts_ptr,
+    # written: outputs of each split, their log-sum-exp, and turned queries where keys are shared
     out_ptr,
     lse_ptr,
+    turned_ptr,
     # strides of rows of the product, the rotation's tables and the block table
     qkv_row,
     rotation_row,
@@ -134,20 +142,23 @@ def _decode_attention_kernel(
     HAS_NORM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     EARLY: tl.constexpr,
     KIND: tl.constexpr,
-    # tile
+    # tile, and the parts of a sequence: their number, and that as a power of 2
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     wait_for_kernel_before(EARLY)
     GROUPS: tl.constexpr = HEADS // KEY_HEADS
-    PARTS: tl.constexpr = (GROUPS + ROWS - 1) // ROWS
+    PROGRAMS: tl.constexpr = (GROUPS + ROWS - 1) // ROWS
     HALF: tl.constexpr = WIDTH // 2
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     sequence = tl.program_id(0).to(tl.int64)
-    key_head = tl.program_id(1) // PARTS
-    part = tl.program_id(1) % PARTS
+    key_head = tl.program_id(1) // PROGRAMS
+    part = tl.program_id(1) % PROGRAMS
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     row = part * ROWS + tl.arange(0, ROWS)
@@ -184,7 +195,13 @@ def _decode_attention_kernel(
     length = tl.load(lengths_ptr + sequence).to(tl.int32)
     last = length - 1
     first = 0
-    if HAS_WINDOW:
+    if HAS_STARTS:
+        first = tl.load(starts_ptr + sequence)
+        if (split == 0) & (first > 0):
+            turned_at = turned_ptr + ((sequence * HEADS + head) * WIDTH)[:, None] + half[None, :]
+            tl.store(turned_at, q_a, mask=is_head[:, None])
+            tl.store(turned_at + HALF, q_b, mask=is_head[:, None])
+    elif HAS_WINDOW:
         first = tl.maximum(length - window, 0)
     begin = first // KEYS * KEYS
     each = tl.cdiv(tl.cdiv(length - begin, splits), KEYS) * KEYS
@@ -229,9 +246,11 @@ def _decode_attention_kernel(
     used = total > 0.0  # a split without keys has no weight
     lse = tl.where(used, highest + tl.log(tl.where(used, total, 1.0)), float("-inf"))
     out /= tl.where(used, total, 1.0)[:, None]
-    at = (sequence * HEADS + head) * splits + split
+    at = (sequence * HEADS + head) * PARTS + split
     tl.store(lse_ptr + at, lse, mask=is_head)
     tl.store(out_ptr + at[:, None] * WIDTH + value[None, :], out, mask=is_head[:, None])
+    if HAS_STARTS:
+        mark_unshared(lse_ptr, at - split, is_head, first, splits, PARTS, SPLITS)
 
 
 @operator("chronicals::decode_attention", mutates=["keys", "values"])
@@ -247,6 +266,9 @@ def _decode_attention(
     table: Tensor,
     lengths: Tensor,
     sinks: Tensor | None,
+    teams: Tensor | None,
+    team_lengths: Tensor | None,
+    starts: Tensor | None,
     heads: int,
     epsilon: float,
     offset: float,
@@ -262,9 +284,12 @@ def _decode_attention(
     if not sequences:
         return q.clone()
     launch = launch_of(q, keys, width, table.shape[1] * page, window, splits)
+    shared = None if teams is None else shared_launch_of(q, keys, launch, teams)
     groups = heads // key_heads
-    parts = qkv.new_empty((sequences, heads, launch.splits, width), dtype=torch.float32)
-    lse = qkv.new_empty((sequences, heads, launch.splits), dtype=torch.float32)
+    count = launch.splits + (0 if shared is None else shared.splits)
+    parts = qkv.new_empty((sequences, heads, count, width), dtype=torch.float32)
+    lse = qkv.new_empty((sequences, heads, count), dtype=torch.float32)
+    turned = None if shared is None else qkv.new_empty((sequences, heads, width))
     early = launches_early(qkv)
     grid = sequences, key_heads * triton.cdiv(groups, launch.rows), launch.splits
     _decode_attention_kernel[grid](
@@ -278,8 +303,10 @@ def _decode_attention(
         places,
         table,
         lengths,
+        starts,
         parts,
         lse,
+        turned,
         qkv.stride(0),
         cos.stride(0),
         table.stride(0),
@@ -295,14 +322,21 @@ def _decode_attention(
         q_norm is not None,
         softcap is not None,
         window is not None,
+        starts is not None,
         early,
         multiplied_in(qkv.dtype),
         launch.rows,
         launch.keys,
+        count,
+        next_power_of_2(count),
         num_warps=launch.warps,
         num_stages=2,
         **early_options(early),
     )
+    if shared is not None:
+        assert teams is not None and team_lengths is not None and turned is not None
+        of_teams = teams, team_lengths, shared
+        attend_shared(turned, keys, values, table, *of_teams, parts, lse, scale, softcap)
     return merge_splits(parts, lse, sinks, qkv.dtype)
 
 
@@ -319,6 +353,9 @@ def _output(
     table: Tensor,
     lengths: Tensor,
     sinks: Tensor | None,
+    teams: Tensor | None,
+    team_lengths: Tensor | None,
+    starts: Tensor | None,
     heads: int,
     epsilon: float,
     offset: float,
@@ -363,6 +400,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    shared: SharedPages | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Turn the heads of one new token of each sequence, write them to pages, and attend.
@@ -381,6 +419,7 @@ def decode_attention(
         scale: factor on the scores.
         window: a query attends to its own token and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
+        shared: which sequences share pages, see ``paged_attention``; with a window it is ignored.
         splits: programs among which the keys of a sequence are split; by default chosen.
 
     Returns:
@@ -390,6 +429,9 @@ def decode_attention(
     if not takes_unrotated(new, keys_PSKW, values_PSKW) or table_NL.stride(1) != 1:
         return decode_attention_reference(new, *pages, scale=scale, window=window, softcap=softcap)
     q_norm, k_norm = new.norms or (None, None)
+    in_teams: tuple[Tensor | None, ...] = (None, None, None)
+    if shared is not None and window is None:
+        in_teams = shared.teams, shared.lengths, shared.starts
     y: Tensor = _decode_attention(
         new.qkv_NX,
         new.cos_NW,
@@ -397,6 +439,7 @@ def decode_attention(
         q_norm,
         k_norm,
         *pages,
+        *in_teams,
         new.counts[0],
         new.epsilon,
         new.offset,

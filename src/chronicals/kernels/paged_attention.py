@@ -172,7 +172,7 @@ def launch_of(
     return PagedLaunch(rows, keys, channels, next_power_of_2(splits + 1) // 2, warps=4)
 
 
-def _shared_launch(
+def shared_launch_of(
     q_NHD: Tensor, k_PSKD: Tensor, launch: PagedLaunch, teams: Tensor
 ) -> PagedLaunch:
     """Choose the launch of the kernel that reads shared keys.
@@ -366,14 +366,29 @@ def _paged_attention_kernel(
         mask=is_head[:, None] & (value < VALUE)[None, :],
     )
     if HAS_STARTS:
-        # a sequence that shares nothing has no keys in the parts of the shared ones
-        part = tl.arange(0, SPLITS)
-        is_missing = (part >= splits) & (part < tl.where(first == 0, PARTS, 0))
-        tl.store(
-            lse_ptr + (at - split)[:, None] + part[None, :],
-            tl.full((ROWS, SPLITS), float("-inf"), tl.float32),
-            mask=is_head[:, None] & is_missing[None, :],
-        )
+        mark_unshared(lse_ptr, at - split, is_head, first, splits, PARTS, SPLITS)
+
+
+@triton.jit
+def mark_unshared(lse_ptr, at, is_head, first, splits, PARTS: tl.constexpr, SPLITS: tl.constexpr):
+    """Store that a sequence which shares no keys has none in the parts behind its own ``splits``.
+
+    Args:
+        lse_ptr: log-sum-exp of all parts.
+        at: place of the first part of each query head there.
+        is_head: which of them exist.
+        first: number of keys that the sequence shares.
+        splits: number of parts of its own keys.
+        PARTS: number of its parts.
+        SPLITS: that as a power of 2.
+    """
+    part = tl.arange(0, SPLITS)
+    is_missing = (part >= splits) & (part < tl.where(first == 0, PARTS, 0))
+    tl.store(
+        lse_ptr + at[:, None] + part[None, :],
+        tl.full((at.shape[0], SPLITS), float("-inf"), tl.float32),
+        mask=is_head[:, None] & is_missing[None, :],
+    )
 
 
 @triton.jit
@@ -513,6 +528,74 @@ def _merge_splits_kernel(
     )
 
 
+def attend_shared(
+    q_NHD: Tensor,
+    k_PSKD: Tensor,
+    v_PSKV: Tensor,
+    pages_NL: Tensor,
+    teams_TG: Tensor,
+    lengths_T: Tensor,
+    launch: PagedLaunch,
+    parts_NHSV: Tensor,
+    lse_NHS: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Attend to the keys that teams share, and write the last parts of their sequences.
+
+    Args:
+        q_NHD: queries.
+        k_PSKD: pages of keys.
+        v_PSKV: pages of values.
+        pages_NL: the pages of each sequence in order.
+        teams_TG: sequences of each team; see ``SharedPages``.
+        lengths_T: number of keys that a team shares.
+        launch: that of ``shared_launch_of``.
+        parts_NHSV: outputs of all parts, fp32, of which those of shared keys are the last
+            ``launch.splits``.
+        lse_NHS: the log-sum-exp, fp32.
+        scale: factor on the scores.
+        softcap: that of the scores, or None.
+    """
+    heads, width = q_NHD.shape[1:]
+    page_size, key_heads = k_PSKD.shape[1:3]
+    count, value = parts_NHSV.shape[2:]
+    early = launches_early(q_NHD)
+    _shared_keys_kernel[len(teams_TG), key_heads, launch.splits](
+        q_NHD,
+        k_PSKD,
+        v_PSKV,
+        pages_NL,
+        teams_TG,
+        lengths_T,
+        parts_NHSV,
+        lse_NHS,
+        *q_NHD.stride()[:2],
+        *k_PSKD.stride()[:3],
+        *v_PSKV.stride()[:3],
+        pages_NL.stride(0),
+        scale,
+        softcap or 1.0,
+        page_size,
+        teams_TG.shape[1],
+        heads // key_heads,
+        width,
+        value,
+        softcap is not None,
+        multiplied_in(q_NHD.dtype),
+        launch.rows,
+        launch.keys,
+        launch.channels,
+        max(16, next_power_of_2(value)),
+        count - launch.splits,
+        count,
+        early,
+        num_warps=launch.warps,
+        num_stages=2,
+        **early_options(early),
+    )
+
+
 def merge_splits(
     parts_NHSV: Tensor, lse_NHS: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -572,7 +655,7 @@ def _paged_attention(
     if not sequences:
         return q.new_empty(*q.shape[:2], value)
     launch = launch_of(q, k, value, pages.shape[1] * page_size, window, splits)
-    shared = None if teams is None else _shared_launch(q, k, launch, teams)
+    shared = None if teams is None else shared_launch_of(q, k, launch, teams)
     values = max(16, next_power_of_2(value))
     count = launch.splits + (0 if shared is None else shared.splits)
     parts = q.new_empty((sequences, heads, count, value), dtype=torch.float32)
@@ -613,37 +696,9 @@ def _paged_attention(
         **early_options(early),
     )
     if shared is not None:
-        assert teams is not None
-        _shared_keys_kernel[len(teams), key_heads, shared.splits](
-            q,
-            k,
-            v,
-            pages,
-            teams,
-            team_lengths,
-            parts,
-            lse,
-            *strides,
-            scale,
-            softcap or 1.0,
-            page_size,
-            teams.shape[1],
-            groups,
-            width,
-            value,
-            softcap is not None,
-            multiplied_in(q.dtype),
-            shared.rows,
-            shared.keys,
-            shared.channels,
-            values,
-            launch.splits,
-            count,
-            early,
-            num_warps=shared.warps,
-            num_stages=2,
-            **early_options(early),
-        )
+        assert teams is not None and team_lengths is not None
+        of_teams = teams, team_lengths, shared
+        attend_shared(q, k, v, pages, *of_teams, parts, lse, scale, softcap)
     return merge_splits(parts, lse, sinks, q.dtype)
 
 

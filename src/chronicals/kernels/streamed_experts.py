@@ -10,8 +10,11 @@ Each row goes through the same products in the same order as if all weights were
 of an expert are never divided. The backward pass asks for the waves again; adapters of experts are
 on the device as a whole and learn, weights and biases do not. The host looks at the number of rows
 of each expert once in a forward pass, and never in a backward pass. The kernels are those of
-``fused_experts``, which reads records in place through ``slots``. A decode step that is captured as
-graphs has all experts of its tokens in one wave, which the host prepares between two graphs.
+``fused_experts``, which reads records in place through ``slots``.
+
+A pass that is captured as CUDA graphs is cut at the waves: the host asks for them at each replay, and
+their products, launched one by one, read and write the memory that was captured. A decode step has
+all experts of its tokens in one wave instead, whose products are captured too.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R
 rank.
@@ -25,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from chronicals.kernels.cuda_graphs import run_on_host
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
@@ -115,6 +119,10 @@ class ExpertSource(Protocol):
     def in_fp8(self) -> bool:
         """True if the products run in FP8."""
 
+    @property
+    def has_output_bias(self) -> bool:
+        """True if the second product adds a bias."""
+
     def look(self, bounds: Tensor, x: Tensor) -> list[int]:
         """Return ``Dispatch.bounds`` on the host, the one time that it waits for the device.
 
@@ -122,7 +130,7 @@ class ExpertSource(Protocol):
         """
 
     def in_graph(self, to: Dispatch, x: Tensor, gate: Gate | None) -> GraphWave | None:
-        """Return all experts as one wave if the pass is being captured as graphs, else None.
+        """Return all experts as one wave if a pass of few tokens is being captured, else None.
 
         The capture is cut here: each replay lets the host bring the experts with rows into slots,
         whose numbers the wave's products read on the device.
@@ -271,6 +279,157 @@ def _quantised(x: Tensor, in_fp8: bool) -> ProductInput:
     return ProductInput(x, fp8_quantize(x, "row")[0] if in_fp8 else None)
 
 
+class _Outputs(NamedTuple):
+    """What a forward pass computes of the pairs, in the order of places.
+
+    Attributes:
+        z: ``[S, D]``, outputs of the experts.
+        h: ``[S, 2F]``, the unit's input; None if no backward pass follows.
+        thin: ``[S, R]``, thin product of the first adapter; None unless a backward pass reads it.
+    """
+
+    z: Tensor
+    h: Tensor | None
+    thin: Tensor | None
+
+
+class _Kept(NamedTuple):
+    """What a backward pass reads of the forward pass.
+
+    Attributes:
+        x: ``[T, D]``; None unless A of the first adapter learns.
+        h, thin: as in ``_Outputs``.
+        shares_S: ``[S]``, factors of the outputs, in the order of places.
+    """
+
+    x: Tensor | None
+    h: Tensor
+    thin: Tensor | None
+    shares_S: Tensor
+
+
+class _Gradients(NamedTuple):
+    """What a backward pass computes of all waves.
+
+    Attributes:
+        rows: ``[S, D]``, of the rows of x.
+        shares_S: ``[S]``, of the shares, without what biases add.
+        biases: ``[E, D]``, not a gradient: biases of the outputs; None if there are none.
+        a1, u1, a2, u2: of the matrices of both adapters; None of those that do not learn. Zeros
+            where an expert has no rows.
+    """
+
+    rows: Tensor
+    shares_S: Tensor
+    biases: Tensor | None
+    a1: Tensor | None
+    u1: Tensor | None
+    a2: Tensor | None
+    u2: Tensor | None
+
+
+class _Waves:
+    """The waves of a layer's experts in a forward pass and in the backward pass of it.
+
+    The host asks for them, in a captured pass at each replay. So it keeps no tensor, and what the
+    forward pass saw is here for the backward pass of the same replay.
+
+    Args:
+        settings: arguments of the function.
+
+    Attributes:
+        bounds: those of the dispatch, on the host, since the last forward pass.
+    """
+
+    def __init__(self, settings: _Settings):
+        self.source = settings.source
+        self.gate = settings.gate
+        self.bounds: list[int] = []
+
+    def put_outputs(
+        self, of_x: ProductInput, to: Dispatch, adapters: tuple[Adapter, Adapter], outputs: _Outputs
+    ) -> None:
+        """Compute the forward pass of all pairs, and write it to ``outputs``.
+
+        Args:
+            of_x: input of all tokens; ``dense`` is there.
+            to: the dispatch.
+            adapters: those of both products.
+            outputs: memory for the results.
+        """
+        x = of_x.dense
+        assert x is not None
+        in_fp8 = of_x.in_fp8 is not None
+        dense = not in_fp8 or adapters[1].down is not None
+        self.bounds = self.source.look(to.bounds, x)
+        host_rows = None
+        if outputs.h is None and all(adapter.down is None for adapter in adapters):
+            on_host = self.source.on_host(self.bounds, to.tokens)
+            # Before the waves: this copy to the host waits for all that was launched.
+            if on_host is not None:
+                host_rows = _HostRows.of(x, on_host, to, self.bounds)
+        for wave in self.source.waves(self.bounds):
+            rows = _Rows.of(wave, to, self.bounds, *adapters)
+            h, thin, outputs.z[rows.at] = rows.outputs(of_x, self.gate, dense, in_fp8, x.dtype)
+            if outputs.h is not None:
+                outputs.h[rows.at] = h
+            if outputs.thin is not None and thin is not None:
+                outputs.thin[rows.at] = thin
+        if host_rows is not None:
+            host_rows.put_outputs(outputs.z, self.gate)
+
+    def put_gradients(
+        self,
+        of_dy: ProductInput,
+        to: Dispatch,
+        adapters: tuple[Adapter, Adapter],
+        kept: _Kept,
+        gradients: _Gradients,
+    ) -> None:
+        """Compute the backward pass of all pairs, and write it to ``gradients``.
+
+        Args:
+            of_dy: gradient of all tokens' outputs; ``dense`` is there.
+            to: the dispatch.
+            adapters: those of both products.
+            kept: what the forward pass kept.
+            gradients: memory for the results.
+        """
+        dy = of_dy.dense
+        assert dy is not None
+        in_fp8 = self.source.in_fp8
+        numbers_S = torch.arange(len(to.order_S), dtype=torch.int32, device=dy.device)
+        has_unit = gradients.a2 is not None or gradients.u2 is not None
+        dense = not in_fp8 or adapters[0].down is not None
+        for wave in self.source.waves(self.bounds, backward=True):
+            rows = _Rows.of(wave, to, self.bounds, *adapters)
+            g, thin_dy = input_gradient(
+                of_dy, rows.down, rows.to, True, _scale_of(rows.down), dy.dtype
+            )
+            gradient, scaled, unit, gradients.shares_S[rows.at] = expert_glu_gradient(
+                g,
+                kept.h[rows.at],
+                kept.shares_S[rows.at],
+                numbers_S[: len(g)],
+                self.gate,
+                has_unit,
+                dense,
+                in_fp8,
+            )
+            if unit is not None and thin_dy is not None:
+                _put_of_second(gradients, rows, dy, thin_dy, unit)
+            bias = rows.down.bias_of_experts
+            if bias is not None:
+                assert gradients.biases is not None
+                gradients.biases[rows.within] = bias
+            d_h = ProductInput(gradient, scaled)
+            gradients.rows[rows.at], thin_dh = input_gradient(
+                d_h, rows.up, rows.to, False, _scale_of(rows.up), dy.dtype
+            )
+            if gradient is not None and thin_dh is not None:
+                _put_of_first(gradients, rows, gradient, thin_dh, kept)
+
+
 class _StreamedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -301,27 +460,14 @@ class _StreamedExperts(torch.autograd.Function):
             if captured.by_cpu is not None:
                 z = captured.by_cpu.put_into(z)
             return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
-        bounds = source.look(to.bounds, x)
         pairs = len(to.order_S)
         h = x.new_empty(pairs, 2 * inner) if keeps else None
         thin = x.new_empty(pairs, a1.shape[1]) if keeps and a1 is not None else None
         z = x.new_empty(pairs, width)
-        host_rows = None
-        if not keeps and not has_adapters:
-            on_host = source.on_host(bounds, to.tokens)
-            # Before the waves: this copy to the host waits for all that was launched.
-            host_rows = None if on_host is None else _HostRows.of(x, on_host, to, bounds)
-        for wave in source.waves(bounds):
-            rows = _Rows.of(wave, to, bounds, *adapters)
-            of_rows, thin_rows, z[rows.at] = rows.outputs(of_x, gate, dense, in_fp8, x.dtype)
-            if h is not None:
-                h[rows.at] = of_rows
-            if thin is not None and thin_rows is not None:
-                thin[rows.at] = thin_rows
-        if host_rows is not None:
-            host_rows.put_outputs(z, gate)
+        waves = _Waves(settings)
+        run_on_host(waves.put_outputs, of_x, to, adapters, _Outputs(z, h, thin))
         ctx.kept = settings
-        ctx.bounds = bounds
+        ctx.waves = waves
         ctx.sizes = to.each, to.rows
         if keeps:
             read = x if ctx.needs_input_grad[2] else None
@@ -332,66 +478,35 @@ class _StreamedExperts(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, shares, h, thin, a1, u1, a2, u2, experts, *placed = ctx.saved_tensors
-        source, gate, scales, _ = ctx.kept
+        source, _, scales, _ = ctx.kept
         adapters = Adapter(a1, u1, scales[0]), Adapter(a2, u2, scales[1])
         to = Dispatch(*placed, *ctx.sizes)
-        names = ("x", "shares", "a1", "u1", "a2", "u2")
-        wanted = dict(zip(names, ctx.needs_input_grad))
-        gradients = {
-            name: torch.zeros_like(matrix, memory_format=torch.contiguous_format)
-            for name, matrix in zip(names[2:], (a1, u1, a2, u2))
-            if matrix is not None and wanted[name]
-        }
+        wants_x, _, *wanted = ctx.needs_input_grad[:6]
+        of_matrices = [
+            torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+            if matrix is not None and is_wanted
+            else None
+            for matrix, is_wanted in zip((a1, u1, a2, u2), wanted)
+        ]
         dy = dy.contiguous()
-        of_dy = _quantised(dy, source.in_fp8)
         # Of all waves at once, in the order of places; a wave has a part of them.
-        shares_S = shares.reshape(-1)[to.order_S]
-        numbers_S = torch.arange(len(to.order_S), dtype=torch.int32, device=dy.device)
-        d_shares_S = dy.new_empty(
-            len(to.order_S), dtype=torch.promote_types(dy.dtype, torch.float32)
+        kept = _Kept(x, h, thin, shares.reshape(-1)[to.order_S])
+        pairs, width = len(to.order_S), dy.shape[1]
+        gradients = _Gradients(
+            dy.new_empty(pairs, width),
+            dy.new_empty(pairs, dtype=torch.promote_types(dy.dtype, torch.float32)),
+            dy.new_zeros(to.experts, width) if source.has_output_bias else None,
+            *of_matrices,
         )
-        d_rows = dy.new_empty(len(to.order_S), dy.shape[1])
-        biases: Tensor | None = None
-        has_unit = "a2" in gradients or "u2" in gradients
-        dense = not source.in_fp8 or a1 is not None
-        for wave in source.waves(ctx.bounds, backward=True):
-            rows = _Rows.of(wave, to, ctx.bounds, *adapters)
-            g, thin_dy = input_gradient(
-                of_dy, rows.down, rows.to, True, _scale_of(rows.down), dy.dtype
-            )
-            gradient, scaled, unit, d_shares_S[rows.at] = expert_glu_gradient(
-                g,
-                h[rows.at],
-                shares_S[rows.at],
-                numbers_S[: len(g)],
-                gate,
-                has_unit,
-                dense,
-                source.in_fp8,
-            )
-            if unit is not None and thin_dy is not None:
-                _put_of_second(gradients, rows, dy, thin_dy, unit)
-            bias = rows.down.bias_of_experts
-            if bias is not None:
-                if biases is None:
-                    biases = dy.new_zeros(to.experts, dy.shape[1])
-                biases[rows.within] = bias
-            d_h = ProductInput(gradient, scaled)
-            d_rows[rows.at], thin_dh = input_gradient(
-                d_h, rows.up, rows.to, False, _scale_of(rows.up), dy.dtype
-            )
-            if gradient is not None and thin_dh is not None:
-                thin_rows = None if thin is None else thin[rows.at]
-                _put_of_first(gradients, rows, gradient, thin_dh, x, thin_rows)
-        d_shares = d_shares_S[to.places_S].view_as(shares)
-        if biases is not None:
+        of_dy = _quantised(dy, source.in_fp8)
+        run_on_host(ctx.waves.put_gradients, of_dy, to, adapters, kept, gradients)
+        d_shares = gradients.shares_S[to.places_S].view_as(shares)
+        if gradients.biases is not None:
             # Of all experts in one product, as ``fused_experts`` does.
-            d_shares = d_shares + product(dy, biases.t(), d_shares.dtype).gather(1, experts)
-        gradients["shares"] = d_shares.to(shares.dtype)
-        if wanted["x"]:
-            gradients["x"] = expert_combine(d_rows, to.places_S, to.each)
-        found = [gradients.get(name) if needed else None for name, needed in wanted.items()]
-        return *found, None, None
+            of_biases = product(dy, gradients.biases.t(), d_shares.dtype)
+            d_shares = d_shares + of_biases.gather(1, experts)
+        d_x = expert_combine(gradients.rows, to.places_S, to.each) if wants_x else None
+        return d_x, d_shares.to(shares.dtype), *of_matrices, None, None
 
 
 def _scale_of(weights: ExpertWeights) -> Tensor | None:
@@ -400,37 +515,33 @@ def _scale_of(weights: ExpertWeights) -> Tensor | None:
 
 
 def _put_of_second(
-    gradients: dict[str, Tensor], rows: _Rows, dy: Tensor, thin_dy: Tensor, unit: Tensor
+    gradients: _Gradients, rows: _Rows, dy: Tensor, thin_dy: Tensor, unit: Tensor
 ) -> None:
     """Put a wave's gradients of the second adapter where those of its experts are."""
     down = rows.down.down
     assert down is not None
-    if "a2" in gradients:
-        gradients["a2"][rows.within] = grouped_weight_gradient(
+    if gradients.a2 is not None:
+        gradients.a2[rows.within] = grouped_weight_gradient(
             thin_dy, unit, rows.to, dtype=down.dtype
         )
-    if "u2" in gradients:
+    if gradients.u2 is not None:
         thin_unit = grouped_product(unit, down, rows.to, factor=rows.down.scale)
-        gradients["u2"][rows.within] = grouped_weight_gradient(
+        gradients.u2[rows.within] = grouped_weight_gradient(
             dy, thin_unit, rows.to, GATHER_FIRST, dtype=down.dtype
         )
 
 
 def _put_of_first(
-    gradients: dict[str, Tensor],
-    rows: _Rows,
-    d_h: Tensor,
-    thin_dh: Tensor,
-    x: Tensor | None,
-    thin: Tensor | None,
+    gradients: _Gradients, rows: _Rows, d_h: Tensor, thin_dh: Tensor, kept: _Kept
 ) -> None:
     """Put a wave's gradients of the first adapter where those of its experts are."""
-    if "a1" in gradients and x is not None:
-        gradients["a1"][rows.within] = grouped_weight_gradient(
-            thin_dh, x, rows.to, GATHER_SECOND, dtype=d_h.dtype
+    if gradients.a1 is not None and kept.x is not None:
+        gradients.a1[rows.within] = grouped_weight_gradient(
+            thin_dh, kept.x, rows.to, GATHER_SECOND, dtype=d_h.dtype
         )
-    if "u1" in gradients and thin is not None:
-        gradients["u1"][rows.within] = grouped_weight_gradient(d_h, thin, rows.to, dtype=d_h.dtype)
+    if gradients.u1 is not None and kept.thin is not None:
+        thin = kept.thin[rows.at]
+        gradients.u1[rows.within] = grouped_weight_gradient(d_h, thin, rows.to, dtype=d_h.dtype)
 
 
 def streamed_experts(

@@ -455,11 +455,7 @@ def _attend_stored(
     padding: int = 0,
 ) -> Tensor:
     """Attend over keys and values that a pass of generation has stored, ``[T, H, W]``."""
-    out: Tensor = over.attend(module, q, k, v, Scores(scale, window, softcap, sinks))
-    if not padding:
-        return out
-    room = with_padding(out, (len(out), out[0].numel()), padding)
-    return room.copy_(out.flatten(1)).unflatten(1, out.shape[1:])
+    return _padded(over.attend(module, q, k, v, Scores(scale, window, softcap, sinks)), padding)
 
 
 def _attend_unrotated(
@@ -471,10 +467,19 @@ def _attend_unrotated(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    padding: int,
 ) -> Tensor | None:
     """Attend from heads that the pass turns itself, ``[T, H, W]``; None if it cannot."""
-    found: Tensor | None = over.attend_unrotated(module, new, Scores(scale, window, softcap, sinks))
-    return found
+    out = over.attend_unrotated(module, new, Scores(scale, window, softcap, sinks))
+    return None if out is None else _padded(out, padding)
+
+
+def _padded(attended: Tensor, padding: int) -> Tensor:
+    """Return ``[T, H, W]`` with columns that are left free behind each row of ``H · W``."""
+    if not padding:
+        return attended
+    room = with_padding(attended, (len(attended), attended[0].numel()), padding)
+    return room.copy_(attended.flatten(1)).unflatten(1, attended.shape[1:])
 
 
 def _packed_tokens(inputs: Mapping[str, Any]) -> PackedTokens:

@@ -324,9 +324,10 @@ class AttentionHalf(FusedHalf):
 
     def attend_to_product(self, first: Tensor, tokens: PackedTokens) -> Tensor:
         """Return what attention gives, ``[T, H, W]``, for an output of the first product."""
-        if tokens.attend_unrotated is not None and not self.last.padding:
+        if tokens.attend_unrotated is not None:
             new = self.unrotated(first, tokens)
-            attended = None if new is None else tokens.attend_unrotated(new, **self.scores)
+            options = {**self.scores, "padding": self.last.padding}
+            attended = None if new is None else tokens.attend_unrotated(new, **options)
             if attended is not None:
                 return attended
         return self.attend(*self.positioned(first, tokens), tokens)

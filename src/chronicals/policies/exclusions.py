@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from chronicals.memory import draws_numbers
 from chronicals.moe.offload.module import streamed_experts_of
+from chronicals.objectives import OBJECTIVES
 from chronicals.policies.facts import Facts, trains_layers
 
 GATHERED = "weights are gathered for each layer"
 STREAMED = "streamed experts"
+CPU_SHARE = "experts that the CPU computes"
+RANDOM_NUMBERS = "random numbers beside streamed experts"
+DRAWN_ANSWERS = "drawn answers beside streamed experts"
 SHARED_PACKS = "processes that share packs exchange heads within each layer"
+
+CUT = "a graph, which ends where the host looks which experts tokens chose, waits for no copy"
 
 
 class Exclusion(NamedTuple):
@@ -20,11 +27,13 @@ class Exclusion(NamedTuple):
         policy: name of the policy that does not run.
         beside: name of the other policy, or of a condition (``conditions``).
         reason: words for the log and for the error.
+        within: a condition under which alone the row counts; None: always.
     """
 
     policy: str
     beside: str
     reason: str
+    within: str | None = None
 
 
 EXCLUSIONS: list[Exclusion] = [
@@ -46,7 +55,35 @@ EXCLUSIONS: list[Exclusion] = [
         "updates a weight before the gradients of {facts.ranks} processes are added up; leave it "
         "out",
     ),
-    Exclusion("use_cuda_graphs", STREAMED, "the host looks which experts tokens chose"),
+    Exclusion(
+        "use_cuda_graphs",
+        CPU_SHARE,
+        "the CPU computes a share of the experts (chronicals.offload(mode='numerical'))",
+    ),
+    Exclusion(
+        "use_cuda_graphs",
+        RANDOM_NUMBERS,
+        "graphs end where the host looks which experts tokens chose, and a layer that is recomputed "
+        "in a later graph would draw other random numbers: set lora_dropout=0",
+    ),
+    Exclusion(
+        "use_cuda_graphs",
+        DRAWN_ANSWERS,
+        "objective={facts.config.objective!r} draws answers by graphs of its own, which read "
+        "experts in the same slots",
+    ),
+    Exclusion(
+        "use_cuda_graphs",
+        "activation_offload",
+        f"activations are copied to host memory meanwhile, and {CUT}",
+        STREAMED,
+    ),
+    Exclusion(
+        "use_cuda_graphs",
+        "offload_frozen_weights",
+        f"weights are copied from host memory meanwhile, and {CUT}",
+        STREAMED,
+    ),
     Exclusion("use_torch_compile", STREAMED, "the host looks which experts tokens chose"),
     Exclusion("tiled_mlp", "tiled_layers", "layers in tiles tile their MLPs, too; leave it out"),
     Exclusion("tiled_layers", "divided weights", f"{GATHERED}; take recompute_layers"),
@@ -92,13 +129,20 @@ def streams_experts(model: Any) -> bool:
 
 def conditions(facts: Facts) -> set[str]:
     """Return the conditions of the table that hold: facts that exclude as policies do."""
+    streamed = [module for _, module in streamed_experts_of(facts.model)]
+    config = facts.config
+    is_streamed = "offload_experts" in config.memory_policies or bool(streamed)
+    drops = config.use_lora and config.lora_dropout > 0  # adapters may not be attached yet
     holds = {
         "shared packs": facts.context > 1,
         "divided weights": facts.divides_weights,
         "divided trained weights": facts.divides_weights and trains_layers(facts.model),
         "fused layers": facts.unfused is None,
         "several processes": facts.ranks > 1,
-        STREAMED: "offload_experts" in facts.config.memory_policies or streams_experts(facts.model),
+        STREAMED: is_streamed,
+        CPU_SHARE: any(module.source.engine.cpu is not None for module in streamed),
+        RANDOM_NUMBERS: is_streamed and (drops or draws_numbers(facts.model)),
+        DRAWN_ANSWERS: is_streamed and OBJECTIVES[config.objective].draws_answers,
     }
     return {name for name, held in holds.items() if held}
 
@@ -112,6 +156,8 @@ def why_excluded(policy: str, standing: Collection[str], facts: Facts) -> str | 
         facts: of the run, which reasons may name.
     """
     for row in EXCLUSIONS:
-        if row.policy == policy and row.beside in standing:
+        if row.policy != policy or row.beside not in standing:
+            continue
+        if row.within is None or row.within in conditions(facts):
             return row.reason.format(facts=facts)
     return None

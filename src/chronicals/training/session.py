@@ -55,6 +55,7 @@ from chronicals.policies import (
     summary,
 )
 from chronicals.policies.context_parallel import check_frozen_context, prove_context
+from chronicals.policies.exclusions import streams_experts
 from chronicals.policies.facts import DIVIDE_WEIGHTS
 from chronicals.policies.fit import fit_settings, refuse_what_no_setting_fits
 from chronicals.policies.frozen_models import Held, held_by_frozen, held_by_rewards
@@ -372,6 +373,7 @@ class Session:
                     self.optimizer,
                     with_update=not self.decisions["sharding"].runs,
                     exchange=exchange,
+                    cut=streams_experts(self.model),
                 )
             self._has_magnitudes = has_magnitudes(self.model)
             in_backward = self.decisions["optimizer_in_backward"].runs

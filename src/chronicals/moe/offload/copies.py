@@ -221,7 +221,7 @@ class CopyEngine:
         waited = set[Any]()
         with self._on(stream, current):
             for group in groups:
-                self._copy(group, stream, in_pieces, waited)
+                self._copy(group, stream, in_pieces, waited, self._copy_timed)
                 filled = self.recorded(stream)
                 for load in group:
                     self._awaited[load.slot] = filled
@@ -229,13 +229,24 @@ class CopyEngine:
     def copy_before_products(self, loads: Sequence[Load], stream: Any) -> None:
         """Copy records on the stream of products that are launched next.
 
+        They are timed together, since the device waits while the host asks for each event.
+
         Args:
             loads: the records and their slots.
             stream: the current stream, as ``current`` returns it.
         """
-        self._copy(loads, stream, False, set())
+        began = self.recorded(stream) if self.times else None
+        self._copy(loads, stream, False, set(), self._copy_run)
+        self._note_time(began, loads, stream)
 
-    def _copy(self, loads: Sequence[Load], stream: Any, in_pieces: bool, waited: set[Any]) -> None:
+    def _copy(
+        self,
+        loads: Sequence[Load],
+        stream: Any,
+        in_pieces: bool,
+        waited: set[Any],
+        copy_run: Callable[[Sequence[Load], Any, bool], None],
+    ) -> None:
         """Copy records into slots on a stream, which is the current one.
 
         Records and slots that follow one another are one copy.
@@ -245,6 +256,7 @@ class CopyEngine:
             stream: the stream.
             in_pieces: each record is several copies.
             waited: events that the stream waits for already; new ones are added.
+            copy_run: copies records that follow one another.
         """
         run: list[Load] = []
         follower = None
@@ -255,23 +267,34 @@ class CopyEngine:
                 event = events.pop(slot, None)
                 if event is not None and event not in waited:
                     if run:  # which does not wait for it
-                        self._copy_run(run, stream, in_pieces)
+                        copy_run(run, stream, in_pieces)
                         run = []
                     stream.wait_event(event)
                     waited.add(event)
             if run and load != follower:
-                self._copy_run(run, stream, in_pieces)
+                copy_run(run, stream, in_pieces)
                 run = []
             run.append(load)
             joins = not in_pieces and records.stride == self._stride and record not in records.ends
             follower = (records, record + 1, slot + 1) if joins else None
         if run:
-            self._copy_run(run, stream, in_pieces)
+            copy_run(run, stream, in_pieces)
+
+    def _copy_timed(self, run: Sequence[Load], stream: Any, in_pieces: bool) -> None:
+        """Copy records as ``_copy_run`` does, and time it if copies are timed."""
+        began = self.recorded(stream) if self.times else None
+        self._copy_run(run, stream, in_pieces)
+        self._note_time(began, run, stream)
+
+    def _note_time(self, began: Any, loads: Sequence[Load], stream: Any) -> None:
+        """Note that copies end here which began at an event; None if they are not timed."""
+        if began is not None:
+            timed = _Timed(began, self.recorded(stream), len(loads))
+            self._timed.update((load.slot, timed) for load in loads)
 
     def _copy_run(self, run: Sequence[Load], stream: Any, in_pieces: bool) -> None:
         """Copy records that follow one another into slots that do."""
         records, record, slot = run[0]
-        began = self.recorded(stream) if self.times else None
         slots = self._slots_of(records.size)
         if len(run) > 1:
             slots.run(slot, len(run)).copy_(records.run(record, len(run)), non_blocking=True)
@@ -279,9 +302,6 @@ class CopyEngine:
             into = slots.parts(slot, in_pieces)
             for part, of_record in zip(into, records.parts(record, in_pieces)):
                 part.copy_(of_record, non_blocking=True)
-        if self.times:
-            timed = _Timed(began, self.recorded(stream), len(run))
-            self._timed.update((load.slot, timed) for load in run)
 
     def _slots_of(self, size: int) -> Rows:
         """Return the first bytes of all slots, for records of that size."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chronicals.kernels.expert_glu import Gate
 from chronicals.moe.offload.cpu_products import CpuProducts, TorchProducts
+from chronicals.moe.offload.eviction import Expert
 
 if TYPE_CHECKING:
     from chronicals.moe.offload.module import LayerSource
@@ -66,6 +67,7 @@ class CpuShare:
     products: CpuProducts = field(default_factory=TorchProducts)
     bus_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    _computed: set[Expert] = field(default_factory=set)
     _calls: int = 0
     _one_sided: int = 0
 
@@ -73,15 +75,29 @@ class CpuShare:
         self.bus_seconds = self.record_bytes / BUS_BYTES_A_SECOND
         self.cpu_seconds = self.record_bytes / CPU_BYTES_A_SECOND
 
-    def of_missing(self, missing: Sequence[int]) -> list[int]:
-        """Return the missing experts that the CPU computes: the last of them."""
-        count = len(missing)
+    def of_missing(self, layer: int, missing: Sequence[int]) -> list[int]:
+        """Return the missing experts of a layer that the CPU computes, in their order.
+
+        Those that it computed when they were missing before are copied first: what tokens choose
+        again and again gets a slot.
+        """
+        share = self._share(len(missing))
+        before = [expert for expert in missing if (layer, expert) in self._computed]
+        others = [expert for expert in missing if (layer, expert) not in self._computed]
+        in_order = [*before, *others]
+        copied = len(missing) - share
+        self._computed.difference_update((layer, expert) for expert in in_order[:copied])
+        self._computed.update((layer, expert) for expert in in_order[copied:])
+        return sorted(in_order[copied:])
+
+    def _share(self, count: int) -> int:
+        """Return how many of the missing experts the CPU computes."""
         share = self._shortest(count)
         if count and share in (0, count):
             self._one_sided += 1
             if self._one_sided % DIVISIONS_A_TRIAL == 0:
                 share = 1 if share == 0 else count - 1
-        return list(missing[count - share :])
+        return share
 
     def _shortest(self, count: int) -> int:
         """Return of how many experts the CPU takes which share, so that both end soonest."""

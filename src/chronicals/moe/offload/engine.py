@@ -15,7 +15,7 @@ same products of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chronicals.moe.offload.copies import CopyEngine, Load, Rows
+from chronicals.moe.offload.copies import CopyEngine
 from chronicals.moe.offload.cpu_products import CpuProducts
 from chronicals.moe.offload.cpu_share import MOST_TOKENS, CpuShare
 from chronicals.moe.offload.errors import record_error
@@ -38,7 +38,9 @@ from chronicals.moe.offload.layers import (
     slot_bytes_of,
 )
 from chronicals.moe.offload.prediction import Predictor
+from chronicals.moe.offload.residents import NOTHING_LOADED, Copy, Loaded, Residents
 from chronicals.moe.offload.slab import HostSlab
+from chronicals.moe.offload.slot_table import ABSENT
 from chronicals.quantization.expert_records import InMemory, Places
 
 MOST_COMING = 16
@@ -57,11 +59,15 @@ class Brought(NamedTuple):
 
     Attributes:
         chosen: the experts with rows.
-        by_cpu: those of them that the CPU computes.
+        missing: those that were in no slot.
+        by_cpu: missing ones that the CPU computes.
+        loaded: the other missing ones, which were copied.
     """
 
     chosen: list[int]
+    missing: list[int]
     by_cpu: list[int]
+    loaded: Loaded
 
 
 class ExpertEngine:
@@ -75,6 +81,7 @@ class ExpertEngine:
         slots: number of slots; 0 before ``open``.
         device: device of the slots; None before ``open``.
         log: counts and lines.
+        residents: the experts in slots; none before ``open``.
         is_closed: True once the records are gone.
         stands_in: shared experts stand in for missing ones, for whose copies no product waits.
     """
@@ -87,15 +94,11 @@ class ExpertEngine:
         self.is_closed = False
         self.stands_in = False
         self.log = EventLog([LayerCounts() for _ in layers])
-        self.policy: EvictionPolicy
         self.predictor: Predictor | None = None
+        self.residents: Residents
         self._copies: CopyEngine
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._views: dict[int, dict[str, dict[str, Tensor]]] = {}
-        self._records: list[Rows] = []
-        self._slot_of: dict[Expert, int] = {}
-        self._free: list[int] = []
-        self._fetched: set[Expert] = set()
         self._expected: list[int] = []
         self._coming: list[Expert] = []
         self._by_cpu: frozenset[int] = frozenset()
@@ -139,7 +142,6 @@ class ExpertEngine:
         assert slots >= least_slots_of(self.layers)
         self.slots = min(slots, self.experts)
         self.device = device
-        self.policy = policy
         self.predictor = predictor
         self.log.file = io
         self.cpu = None if cpu is None else CpuShare(self.slot_bytes, cpu)
@@ -151,22 +153,15 @@ class ExpertEngine:
             )
         times = cpu is not None or io is not None
         self._copies = CopyEngine(device, self._memory, times)
-        self._slot_of = {}
-        self._free = list(range(self.slots))[::-1]
-        self._fetched = set()
+        self.residents = Residents(
+            self.layers, self.slab, self.slots, policy, self._copies, self.log
+        )
         self._coming = []
         self._views = {}
         for number, layer in enumerate(self.layers):
             for form in layer.formats.values():
                 form.to(device)
             self._views[number] = layer.layout.views(self._memory)
-        self._records = [
-            Rows(
-                self.slab.records(layer.first, layer.count, layer.layout.bytes),
-                self.slab.chunk_ends(layer.first, layer.count),
-            )
-            for layer in self.layers
-        ]
 
     def verify(self) -> None:
         """Compare all records with their checksums.
@@ -191,9 +186,9 @@ class ExpertEngine:
             self.cpu.products.close()
         if self.device is not None:
             self._copies.finish()
+            self.residents.close()
         self.log.close()
         self._views = {}
-        self._records = []
         self._buffers = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.slab.close()
@@ -222,14 +217,17 @@ class ExpertEngine:
 
     def note_read(self, layer: int, read: NDArray[np.int32]) -> list[int]:
         """Return the experts with rows, given what was ``to_be_read`` on the host."""
+        self._begin_notes(layer)
+        self._by_cpu = frozenset()
+        return with_rows(read[: self.layers[layer].count + 1])
+
+    def _begin_notes(self, layer: int) -> None:
+        """Note that a pass over a layer begins, and how long copies took that are done."""
         if layer == 0:
             self.log.step()
-        chosen = with_rows(read[: self.layers[layer].count + 1])
         seconds = self.log.read_timings()
-        self._by_cpu = frozenset()
         if self.cpu is not None and seconds is not None:
             self.cpu.copy_took(seconds)
-        return chosen
 
     def expect(self, layer: int, chosen: Sequence[int], read: NDArray[np.int32]) -> None:
         """Note which experts the predictor expects in the next layer.
@@ -260,7 +258,7 @@ class ExpertEngine:
         by_cpu = frozenset() if backward else self._by_cpu
         waiting = [(layer, expert) for expert in with_rows(bounds) if expert not in by_cpu]
         first = 0
-        passing = len(waiting) * len(self.layers) > self.slots
+        passing = self._passes(waiting)
         limits = self.layers[layer].limits
         stream = self.current_stream
         copy = partial(self._copies.demand, current=stream)
@@ -270,7 +268,7 @@ class ExpertEngine:
             end = following[0][1] if following else count
             if not following:
                 self._prefetch(layer, wave, backward, stream)
-            slots = [self._slot_of[key] for key in wave]
+            slots = [self.residents.table.slot(key) for key in wave]
             began = self._mark(stream)
             self._copies.wait_for(slots, stream)
             self._note_wait(layer, began, stream)
@@ -285,11 +283,10 @@ class ExpertEngine:
 
     def missing(self, layer: int, chosen: Sequence[int]) -> list[int]:
         """Return those of the chosen experts of a layer that products would have to wait for."""
-        slots = [self._slot_of.get((layer, expert)) for expert in chosen]
         return [
             expert
-            for expert, slot in zip(chosen, slots)
-            if slot is None or not self._copies.is_filled(slot)
+            for expert, slot in zip(chosen, self.residents.table.of_layer(layer, chosen))
+            if slot == ABSENT or not self._copies.is_filled(slot)
         ]
 
     def fetch_for_later(self, layer: int, chosen: Sequence[int], missing: Sequence[int]) -> None:
@@ -308,15 +305,16 @@ class ExpertEngine:
         self._coming = [
             key
             for key in self._coming
-            if key in self._slot_of and not self._copies.is_filled(self._slot_of[key])
+            if key in self.residents.table
+            and not self._copies.is_filled(self.residents.table.slot(key))
         ]
         wanted = [(layer, expert) for expert in missing]
         if layer + 1 < len(self.layers):
             wanted += [(layer + 1, expert) for expert in self._expected]
         kept = {*((layer, expert) for expert in chosen), *self._coming, *wanted}
-        absent = [key for key in dict.fromkeys(wanted) if key not in self._slot_of]
+        absent = [key for key in dict.fromkeys(wanted) if key not in self.residents.table]
         most = max(0, MOST_COMING - len(self._coming))
-        passing = len(chosen) * len(self.layers) > self.slots
+        passing = self._passes(chosen)
         self._coming += self._fetch_early(absent[:most], kept, self.current_stream, passing)
 
     def has_cpu_share(self, tokens: int) -> bool:
@@ -330,15 +328,24 @@ class ExpertEngine:
             layer: number of the layer.
             chosen: its experts with rows.
         """
-        assert self.cpu is not None
-        missing = [expert for expert in chosen if (layer, expert) not in self._slot_of]
-        share = self.cpu.of_missing(missing)
-        self.log.miss([(layer, expert) for expert in share])
-        self.log.layers[layer].by_cpu += len(share)
-        for expert in share:
-            self._check_record(layer, expert)
+        slots = self.residents.table.of_layer(layer, chosen)
+        share = self._divided(layer, [e for e, slot in zip(chosen, slots) if slot == ABSENT])
+        self._note_share(layer, share)
         self._by_cpu = frozenset(share)
         return share
+
+    def _divided(self, layer: int, missing: Sequence[int]) -> list[int]:
+        """Return those of the missing experts of a layer that the CPU computes."""
+        assert self.cpu is not None
+        share = self.cpu.of_missing(layer, missing)
+        for expert in share:
+            self.residents.check_record(layer, expert)
+        return share
+
+    def _note_share(self, layer: int, experts: Sequence[int]) -> None:
+        """Note that the CPU computes missing experts of a layer."""
+        self.log.miss([(layer, expert) for expert in experts])
+        self.log.layers[layer].by_cpu += len(experts)
 
     def host_memory_of(self, layer: int, experts: Sequence[int]) -> dict[str, InMemory]:
         """Return the records of some experts as the CPU reads them, by name of the weight."""
@@ -368,6 +375,15 @@ class ExpertEngine:
                 most = most if in_place is None else min(most, in_place)
         return most
 
+    def is_one_wave(self, layer: int, tokens: int) -> bool:
+        """Return whether all experts of a pass are in slots at once, where products read them."""
+        records = self.layers[layer]
+        if min(tokens * records.each, records.count) > self.slots:
+            return False
+        views = self._views[layer]
+        limits = [form.tokens_in_place(views[name]) for name, form in records.formats.items()]
+        return all(most is None or tokens <= most for most in limits)
+
     @property
     def current_stream(self) -> Any:
         """The current stream of the device, as ``bring`` takes it."""
@@ -383,9 +399,9 @@ class ExpertEngine:
     ) -> Brought:
         """Bring the experts of a layer with rows into slots, for products of a graph.
 
-        The products of the layer before are done: the host has read what was computed from them. So
-        no copy has to wait for one, and those that are launched next on the stream wait for all
-        copies.
+        The device waits for this: what it does not need is left to ``note``. The products of the
+        layer before are done: the host has read what was computed from them. So no copy has to wait
+        for one, and those that are launched next on the stream wait for all copies.
 
         Args:
             layer: number of the layer.
@@ -393,42 +409,58 @@ class ExpertEngine:
             slots: ``[E]`` or longer; the slots of experts with rows are written to it.
             stream: the current stream.
             shares: the CPU computes some of the missing experts, which are not brought.
+
+        Raises:
+            ExpertRecordError: a record is not what was loaded.
         """
-        chosen = self.note_read(layer, read)
-        by_cpu = self.share_with_cpu(layer, chosen) if shares else []
-        brought = [expert for expert in chosen if expert not in by_cpu]
-        waiting = [(layer, expert) for expert in brought]
-        passing = len(chosen) * len(self.layers) > self.slots
+        chosen = with_rows(read[: self.layers[layer].count + 1])
+        held = self.residents.table.of_layer(layer, chosen)
+        missing = [e for e, slot in zip(chosen, held) if slot == ABSENT] if ABSENT in held else []
         began = self._mark(stream)
-        copy = partial(self._copies.copy_before_products, stream=stream)
-        all_at_once = WaveLimits(len(chosen), len(chosen))
-        wave = self._take(waiting, [], passing, all_at_once, copy)
-        assert not waiting, "a graph's experts have slots all at once"
-        held = [self._slot_of[key] for key in wave]
+        by_cpu: list[int] = []
+        loaded = NOTHING_LOADED
+        if missing:
+            by_cpu = self._divided(layer, missing) if shares else []
+            wanted = [(layer, expert) for expert in missing if expert not in by_cpu]
+            copy = partial(self._copies.copy_before_products, stream=stream)
+            loaded = self.residents.demand(wanted, [(layer, e) for e in chosen], copy)
+            held = self.residents.table.of_layer(layer, chosen)
         self._copies.wait_for(held, stream)
         self._note_wait(layer, began, stream)
-        for expert, slot in zip(brought, held):  # a few numbers: faster one by one than as a list
-            slots[expert] = slot
-        for expert in by_cpu:
-            slots[expert] = held[0] if held else 0  # what their rows get is replaced
-        return Brought(chosen, by_cpu)
+        any_slot = max([0, *held])  # for rows of the CPU's experts, which are replaced
+        for expert, slot in zip(chosen, held):  # a few numbers: faster one by one than as a list
+            slots[expert] = any_slot if slot == ABSENT else slot
+        return Brought(chosen, missing, by_cpu, loaded)
 
-    def fetch_ahead(
-        self, layer: int, chosen: list[int], read: NDArray[np.int32], stream: Any
-    ) -> None:
-        """Ask for the experts that are expected in the next layer, beside products of a graph.
+    def note(self, layer: int, brought: Brought, read: NDArray[np.int32], stream: Any) -> None:
+        """Note what ``bring`` did, and ask for the experts that are expected in the next layer.
 
-        These are launched already, so that they do not wait until the host has asked. They read
-        other slots; those of the layers before are done.
+        The products of a graph are launched already, so that they do not wait for this. They read
+        other slots than those of the next layer's experts; those of the layers before are done.
 
         Args:
-            layer: number of the layer, whose experts ``bring`` brought.
-            chosen: the experts with rows.
+            layer: number of the layer.
+            brought: what ``bring`` returned.
             read: what was ``to_be_read``, on the host.
             stream: the current stream.
         """
+        self._begin_notes(layer)
+        chosen, missing, by_cpu, loaded = brought
+        keys = [(layer, expert) for expert in chosen]
+        if missing:
+            absent = set(missing)
+            there = [key for key in keys if key[1] not in absent]
+            self.residents.note_hits(there)
+            self._note_share(layer, by_cpu)
+            self.residents.note_misses(loaded, self._passes(chosen))
+        else:
+            self.residents.note_hits(keys)
         self.expect(layer, chosen, read)
-        self._prefetch(layer, [(layer, expert) for expert in chosen], False, stream)
+        self._prefetch(layer, keys, False, stream)
+
+    def _passes(self, chosen: Sequence[object]) -> bool:
+        """Return whether the slots could not keep as many experts of all layers."""
+        return len(chosen) * len(self.layers) > self.slots
 
     def _take(
         self,
@@ -436,7 +468,7 @@ class ExpertEngine:
         running: Sequence[Expert],
         passing: bool,
         limits: WaveLimits,
-        copy: Callable[[list[Load]], None],
+        copy: Copy,
     ) -> list[Expert]:
         """Take the experts of a wave, and ask for the copies of missing ones.
 
@@ -453,7 +485,7 @@ class ExpertEngine:
         there: list[Expert] = []
         missing: list[Expert] = []
         for expert in waiting[: min(limits.experts, room)]:
-            if expert in self._slot_of:
+            if expert in self.residents.table:
                 there.append(expert)
             elif len(missing) < limits.missing:
                 missing.append(expert)
@@ -461,73 +493,12 @@ class ExpertEngine:
                 break
         wave = waiting[: len(there) + len(missing)]
         del waiting[: len(wave)]
-        self.log.hit(there)
-        self.log.used(self._fetched.intersection(there))
-        self._fetched.difference_update(there)
-        self.policy.use(*there)
+        self.residents.note_hits(there)
         if missing:
-            self.log.miss(missing)
             # Experts that this layer wants later leave only if no others are left.
-            self._load(missing, {*running, *wave}, waiting, copy)
-            self.policy.use(*missing, passing=passing)
+            loaded = self.residents.demand(missing, {*running, *wave}, copy, waiting)
+            self.residents.note_misses(loaded, passing)
         return wave
-
-    def _load(
-        self,
-        experts: list[Expert],
-        kept: Collection[Expert],
-        spared: Collection[Expert],
-        copy: Callable[[list[Load]], None],
-    ) -> list[Expert]:
-        """Copy the records of experts into slots that others give up.
-
-        Args:
-            experts: the experts.
-            kept: experts that keep their slots.
-            spared: experts that keep theirs as long as there are others.
-            copy: copies records into slots.
-
-        Returns:
-            Those for which there were slots: the first ones.
-
-        Raises:
-            ExpertRecordError: a record is not what was loaded.
-        """
-        for layer, expert in experts:
-            self._check_record(layer, expert)
-        slots = self._emptied(len(experts), kept, spared)
-        held = experts[: len(slots)]
-        if not held:
-            return []
-        copy([Load(self._records[layer], e, slot) for (layer, e), slot in zip(held, slots)])
-        self._slot_of.update(zip(held, slots))
-        for (layer, expert), slot in zip(held, slots):
-            size = self.layers[layer].layout.bytes
-            self.log.load(layer, expert, size, self._copies.timing(slot))
-        return held
-
-    def _check_record(self, layer: int, expert: int) -> None:
-        """Raise ExpertRecordError if a record is not what was loaded."""
-        records = self.layers[layer]
-        wrong = self.slab.check(records.first + expert)
-        if wrong is not None:
-            raise record_error(records.path, expert, wrong)
-
-    def _emptied(
-        self, count: int, kept: Collection[Expert], spared: Collection[Expert]
-    ) -> list[int]:
-        """Return slots for other experts, at most so many: free ones, and those of victims.
-
-        They are in order, so that records that follow one another are one copy.
-        """
-        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        wanted = count - len(slots)
-        victims = self.policy.evict(wanted, {*kept, *spared})
-        if len(victims) < wanted:
-            victims += self.policy.evict(wanted - len(victims), kept)
-        self._fetched.difference_update(victims)
-        self.log.evict(victims)
-        return sorted(slots + [self._slot_of.pop(victim) for victim in victims])
 
     def _prefetch(self, layer: int, running: Sequence[Expert], backward: bool, stream: Any) -> None:
         """Ask for the experts that are expected next, where slots are free of better ones.
@@ -542,7 +513,7 @@ class ExpertEngine:
         expected = self.predictor.last(target) if backward else self._expected
         room = max(0, self.slots - len(running) - 1)
         wanted = [(target, expert) for expert in expected[:room]]
-        missing = [expert for expert in dict.fromkeys(wanted) if expert not in self._slot_of]
+        missing = [expert for expert in dict.fromkeys(wanted) if expert not in self.residents.table]
         if missing:
             self._fetch_early(missing, {*running, *wanted}, stream)
 
@@ -552,7 +523,7 @@ class ExpertEngine:
         kept: Collection[Expert],
         stream: Any,
         passing: bool = False,
-    ) -> list[Expert]:
+    ) -> Sequence[Expert]:
         """Ask for copies of experts that no product waits for yet; return those experts.
 
         Args:
@@ -562,11 +533,9 @@ class ExpertEngine:
             passing: the slots could not keep as many experts of all layers.
         """
         copy = partial(self._copies.prefetch, current=stream)
-        fetched = self._load(missing, kept, (), copy)
-        self._fetched.update(fetched)
-        self.policy.use(*fetched, passing=passing)
-        self.log.prefetch(fetched)
-        return fetched
+        loaded = self.residents.load(missing, kept, copy)
+        self.residents.note_early(loaded, passing)
+        return loaded.experts
 
     def _mark(self, stream: Any) -> Any:
         """Return an event behind the work of the current stream; None where no lines are written."""

@@ -1,4 +1,4 @@
-"""What the host does between two graphs of a decode step whose experts are streamed.
+"""Work of the host between two graphs of a decode step whose experts are streamed.
 
 A capture is cut where a layer's router has chosen. The graph before the cut copies to the host what it
 has to know; the host waits for it, brings the chosen experts into slots, and the next graph begins
@@ -23,7 +23,7 @@ from chronicals.kernels.expert_dispatch import Dispatch
 from chronicals.kernels.expert_glu import Gate
 from chronicals.kernels.streamed_experts import Replacement
 from chronicals.moe.offload.cpu_share import HostShare
-from chronicals.moe.offload.engine import ExpertEngine
+from chronicals.moe.offload.engine import Brought, ExpertEngine
 
 if TYPE_CHECKING:
     from chronicals.moe.offload.module import LayerSource
@@ -65,7 +65,7 @@ class HostLook:
         self._numbers = self._sent.numpy()
         self._on_device = torch.empty(count + more, dtype=torch.int32, device=asked.device)
         self.slots, self.further = self._on_device.split([count, more])
-        self._chosen: list[int] = []
+        self._brought: Brought
 
     def bring(self) -> None:
         """Wait for what the host has to know, and prepare the products of the layer.
@@ -73,19 +73,21 @@ class HostLook:
         Slots of experts without rows stay those of earlier steps; nothing reads them.
         """
         self._stream.synchronize()
-        brought = self.engine.bring(
+        self._brought = self.engine.bring(
             self.layer, self.read, self._numbers, self._stream, self.replacement is not None
         )
-        self._chosen = brought.chosen
-        self._compute(brought.by_cpu)
+        self._compute(self._brought.by_cpu)
+
+    def send(self) -> None:
+        """Send the numbers of slots, and what else is sent; a graph begins with it."""
         self._on_device.copy_(self._sent, non_blocking=True)
 
     def _compute(self, experts: Sequence[int]) -> None:
         """Compute what these experts give, whose copies were not asked for."""
 
-    def fetch_ahead(self) -> None:
-        """Ask for the experts that are expected in the next layer, once the products are launched."""
-        self.engine.fetch_ahead(self.layer, self._chosen, self.read, self._stream)
+    def note(self) -> None:
+        """Note what was brought, and ask for what is expected next; the products are launched."""
+        self.engine.note(self.layer, self._brought, self.read, self._stream)
 
 
 class CpuLook(HostLook):

@@ -71,6 +71,11 @@ class LayerSource:
         """True if the products run in FP8."""
         return self.records.formats[GATE_UP].in_fp8
 
+    @property
+    def has_output_bias(self) -> bool:
+        """True if the second product adds a bias."""
+        return f"{DOWN}_bias" in self.records.formats
+
     def __deepcopy__(self, memo: dict) -> LayerSource:
         """Return itself: copies of a model read the same records through the same slots."""
         return self
@@ -94,17 +99,20 @@ class LayerSource:
         return self.engine.begin_layer(self.layer, bounds, x)
 
     def in_graph(self, to: Dispatch, x: Tensor, gate: Gate | None) -> GraphWave | None:
-        """Return all experts in one wave if the pass is being captured, and cut the capture."""
+        """Return all experts in one wave if few tokens are being captured, and cut the capture."""
         if not is_capture_under_way():
             return None
         self._check(x)
+        if not self.engine.is_one_wave(self.layer, to.tokens):
+            return None
         engine, layer = self.engine, self.layer
         asked = engine.to_be_read(layer, to.bounds, x)
         if gate is None or not engine.has_cpu_share(to.tokens):
             look = HostLook(engine, layer, asked)
         else:
             look = CpuLook(self, asked, to, x, gate)
-        cut_capture(look.bring, behind=look.fetch_ahead)
+        cut_capture(look.bring, behind=look.note)
+        look.send()
         memory = engine.memory_of(layer, Places.on_device(look.slots))
         whole = Wave(0, self.records.count, *self.weights_in(memory))
         return GraphWave(whole, look.replacement)

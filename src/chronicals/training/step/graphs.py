@@ -12,6 +12,10 @@ add to them. Sums over ranks run between the graphs, in place. If weights are up
 backward pass, a micro-step leaves no gradients and the update is not captured. All graphs share one
 memory pool.
 
+Where experts are streamed, the host looks within a micro-step which of them tokens chose. The
+capture is cut there, forward and backward: a micro-step is a row of CUDA graphs, between which each
+replay lets the host bring the experts and launch their products.
+
 With frozen weights divided among ranks, a micro-step contains collectives, and NCCL requires that
 all ranks capture and replay them together (Using NCCL with CUDA Graphs, in its documentation). So
 the hosts first exchange their shapes, and all ranks use the largest bounds. If other sizes differ,
@@ -74,6 +78,8 @@ class GraphedStep:
         with_update: capture the update too.
         exchange: for micro-steps with collectives: exchange between ranks, all of which must
             capture and replay together.
+        cut: the host decides something within a micro-step, forward and backward, where its capture
+            is cut (``cut_capture``).
     """
 
     def __init__(
@@ -85,8 +91,10 @@ class GraphedStep:
         recorder: Recorder | None = None,
         with_update: bool = True,
         exchange: Exchange | None = None,
+        cut: bool = False,
     ):
         self.with_update = with_update
+        self.cut = cut
         self.exchange = exchange
         self.parts = parts
         self.weights = list(weights)
@@ -212,7 +220,10 @@ class GraphedStep:
             self._set_gradients(None)
 
         def run() -> dict[str, Tensor]:
-            scalars = self.parts.micro(static, self.counts, first)
+            # CUDA ends a capture only in the thread that began it (thread_local), and autograd runs
+            # the backward pass of a card in a thread of its own unless told otherwise.
+            with torch.autograd.set_multithreading_enabled(not self.cut):
+                scalars = self.parts.micro(static, self.counts, first)
             if first and self.gradients is not None:
                 kept: list[Tensor] = []
                 new: list[Tensor] = []
