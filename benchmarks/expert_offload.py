@@ -118,8 +118,9 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
     """
     bus = bus_rate(sizes.record)
     memory = {"resident": None, "offloaded": sizes.expert_memory(sizes.experts[0], sizes.layers)}
+    graphs = {"use_cuda_graphs": where() == "cuda"}
     arms = {
-        arm: steps_of(packs, quantised, sizes, sizes.layers, experts)
+        arm: steps_of(packs, quantised, sizes, sizes.layers, experts, graphs)
         for arm, experts in memory.items()
     }
     few = replace(sizes, steps=SAME_STEPS, warm=1)
@@ -130,7 +131,7 @@ def trained(packs: int, quantised: bool, sizes: Sizes) -> dict[str, Any]:
             for arm, experts in memory.items()
         }
         for arm, experts in memory.items():
-            as_graphs = steps_of(packs, quantised, few, sizes.layers, experts)
+            as_graphs = steps_of(packs, quantised, few, sizes.layers, experts, graphs)
             compared[f"{arm} as graphs"] = as_graphs
     ours = arms["offloaded"]
     copies = ours["bytes"] / bus

@@ -142,7 +142,7 @@ def test_training_with_stand_ins_is_refused(tmp_path):
 
 def why_no_graphs(given, *running, **fields):
     """What excludes CUDA graphs beside policies that run; None if nothing does."""
-    usual = {"use_lora": True, "lora_dropout": 0.0}
+    usual = {"use_lora": True, "lora_dropout": 0.0, "use_cuda_graphs": True}
     facts = Facts(ChronicalsConfig(**{**usual, **fields}), given, total=10**12)
     return why_excluded("use_cuda_graphs", conditions(facts) | {*running}, facts)
 
@@ -173,11 +173,17 @@ def test_streamed_experts_run_as_graphs_unless_the_cpu_computes_some():
         given.offload.close()
 
 
+def test_streamed_experts_run_as_graphs_where_they_are_asked_for():
+    config = ChronicalsConfig(use_lora=True, lora_dropout=0.0, **EXPERTS_AWAY)
+    decision = decide(Facts(config, model(), total=10**12))["use_cuda_graphs"]
+    assert not decision.runs and "use_cuda_graphs=True takes them" in decision.reason
+
+
 def test_a_plan_counts_the_pool_of_graphs_with_streamed_experts():
     with torch.device("meta"):
         given = model()
-    config = ChronicalsConfig(use_lora=True, lora_dropout=0.0, **EXPERTS_AWAY)
-    facts = Facts(config, given, total=10**12)
+    fields = {"use_lora": True, "lora_dropout": 0.0, "use_cuda_graphs": True}
+    facts = Facts(ChronicalsConfig(**fields, **EXPERTS_AWAY), given, total=10**12)
     assert decide(facts)["use_cuda_graphs"].runs
     facts, sharding = settle_sharding(facts)
     assert fit_to_memory(facts, sharding, expected_memory(facts)[1]).pool > 0

@@ -15,6 +15,7 @@ STREAMED = "streamed experts"
 CPU_SHARE = "experts that the CPU computes"
 RANDOM_NUMBERS = "random numbers beside streamed experts"
 DRAWN_ANSWERS = "drawn answers beside streamed experts"
+NOT_ASKED = "streamed experts, and graphs that were not asked for"
 SHARED_PACKS = "processes that share packs exchange heads within each layer"
 
 CUT = "a graph, which ends where the host looks which experts tokens chose, waits for no copy"
@@ -71,6 +72,12 @@ EXCLUSIONS: list[Exclusion] = [
         DRAWN_ANSWERS,
         "objective={facts.config.objective!r} draws answers by graphs of its own, which read "
         "experts in the same slots",
+    ),
+    Exclusion(
+        "use_cuda_graphs",
+        NOT_ASKED,
+        "graphs that end where the host looks which experts tokens chose have run on the CPU alone, "
+        "by a stand-in of graphs, and on no card yet: use_cuda_graphs=True takes them",
     ),
     Exclusion(
         "use_cuda_graphs",
@@ -143,6 +150,7 @@ def conditions(facts: Facts) -> set[str]:
         CPU_SHARE: any(module.source.engine.cpu is not None for module in streamed),
         RANDOM_NUMBERS: is_streamed and (drops or draws_numbers(facts.model)),
         DRAWN_ANSWERS: is_streamed and OBJECTIVES[config.objective].draws_answers,
+        NOT_ASKED: is_streamed and "use_cuda_graphs" not in config.explicit,
     }
     return {name for name, held in holds.items() if held}
 
