@@ -154,6 +154,7 @@ def replayed(of, source, experts, leaves, others):
         yield [result.clone() for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
 def test_a_captured_pass_looks_at_each_replay():
     """In other waves, for other choices and values, in the memory of the capture."""
