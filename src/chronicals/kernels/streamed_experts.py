@@ -280,7 +280,7 @@ def _quantised(x: Tensor, in_fp8: bool) -> ProductInput:
 
 
 class _Outputs(NamedTuple):
-    """What a forward pass computes of the pairs, in the order of places.
+    """Results of a forward pass for the pairs, in the order of places.
 
     Attributes:
         z: ``[S, D]``, outputs of the experts.
@@ -294,7 +294,7 @@ class _Outputs(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a backward pass reads of the forward pass.
+    """Tensors of a forward pass that its backward pass reads.
 
     Attributes:
         x: ``[T, D]``; None unless A of the first adapter learns.
@@ -309,7 +309,7 @@ class _Kept(NamedTuple):
 
 
 class _Gradients(NamedTuple):
-    """What a backward pass computes of all waves.
+    """Results of a backward pass over all waves.
 
     Attributes:
         rows: ``[S, D]``, of the rows of x.
